@@ -31,6 +31,7 @@ from drafter.proposers.ngram import MatchLengths, NgramProposer
 from drafter.tree.frontier import DraftVocabulary, GrowLimits, NgramCandidates
 from drafter.tree.grow import GrownTrees, grow
 from drafter.tree.policy import TreePolicy, make_tree_policy
+from drafter.workspace import draft_workspace
 from workers import trace
 from workers.comm import groups
 from workers.comm.channel import Received, naming_lost_peers
@@ -43,7 +44,7 @@ from workers.kernels.select import TORCH, Kernels, kernels_for
 from workers.kv_cache import KVPool
 from workers.kv_sizing import agree_on_pages
 from workers.models.load import load_decoder
-from workers.models.specs import Eagle3Spec, FcHeadSpec, ModelSpec, Specs
+from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, Specs
 from workers.pulse import PULSE
 from workers.sampling.grammar import MASK_SECONDS, Grammars, TokenTable
 from workers.sampling.logits_state import LogitsState, pack_logits_states, unpack_logits_states
@@ -125,10 +126,10 @@ def _serve(
     has_waited = has_started = False
     PULSE.serve()
     while (received := _next_message(world)).kind != Kind.STOP:
-        if received.kind == Kind.HEARTBEAT:
         if not has_started:  # and so have the others
             world.end_start_up()
             has_started = True
+        if received.kind == Kind.HEARTBEAT:
             continue
         assert isinstance(received.message, DraftRequest)
         began = time.perf_counter()
@@ -307,7 +308,7 @@ def _load(world: World, specs: Specs, kernels: Kernels) -> FeatureProposer | Dra
         case Eagle3Spec() | FcHeadSpec():
             location = draft.model_path, config.model_path, world.tp, world.device, dtype, kernels
             head = Eagle3Head.load(spec, *location) if isinstance(spec, Eagle3Spec) else FcHead.load(spec, *location)
-            kv = head.new_kv_pool(_num_slots(world, head.bytes_per_slot))
+            kv = head.new_kv_pool(_num_slots(world, spec, head.bytes_per_slot))
             graphs = head_graphs(head, kv, config) if has_graphs else None
             tree_graphs = head_tree_graphs(head, kv, config) if has_tree_graphs else None
             return FeatureProposer(head, kv, config.page_size, config.tree_rows, graphs, tree_graphs)
@@ -326,7 +327,7 @@ def _load(world: World, specs: Specs, kernels: Kernels) -> FeatureProposer | Dra
                 max_model_len=config.max_model_len,
             )
             slot_bytes = KVPool.bytes_per_slot(spec.num_layers, model.heads.num_kv_heads, spec.head_dim, dtype)
-            kv = model.new_kv_pool(_num_slots(world, slot_bytes))
+            kv = model.new_kv_pool(_num_slots(world, spec, slot_bytes))
             graphs = tree_graphs = None
             if has_graphs and model.can_be_captured:
                 graphs = decoder_graphs(model, kv, config)
@@ -334,8 +335,9 @@ def _load(world: World, specs: Specs, kernels: Kernels) -> FeatureProposer | Dra
             return DraftModelProposer(model, kv, config.page_size, graphs, tree_graphs)
 
 
-def _num_slots(world: World, slot_bytes: int) -> int:
+def _num_slots(world: World, spec: DraftSpec, slot_bytes: int) -> int:
     """Return the size of this rank's pool: the pages that all ranks agree on, and those for pre-drafting."""
     config = world.config
     scratch = config.scratch_pages * config.page_size
-    return agree_on_pages(world, slot_bytes, bytes_beside=scratch * slot_bytes) * config.page_size + scratch
+    beside = scratch * slot_bytes + draft_workspace(config, spec).total
+    return agree_on_pages(world, slot_bytes, bytes_beside=beside) * config.page_size + scratch

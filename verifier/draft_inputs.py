@@ -8,28 +8,6 @@ from typing import NamedTuple
 from verifier.request import Request
 from workers.config import EngineConfig
 
-_MAX_BACKLOG, _MAX_WAITING = 256, 32768
-
-
-def max_backlog(config: EngineConfig) -> int:
-    """Return the most rows that may wait to be fed for a request without drafts.
-
-    Feeding later costs no more, and often the request finishes first. With many requests the limit is lower, because
-    each waiting row needs a buffered hidden state.
-    """
-    return min(_MAX_BACKLOG, _MAX_WAITING // config.max_num_seqs)
-
-
-def max_message_rows(config: EngineConfig) -> int:
-    """Return the most rows of one message to the drafter.
-
-    A message holds a whole step with one more row for each new request, and at least one request's backlog with its
-    tree. So no prompt waits for another, and a request over its backlog is fed as fast as it gains tokens.
-    """
-    step = config.max_num_batched_tokens + config.max_num_seqs
-    trees = config.max_num_seqs * config.tree_rows + config.page_size
-    return max(step, trees, max_backlog(config) + 2 * config.tree_rows)
-
 
 class DraftInput(NamedTuple):
     """One request's new rows for the drafter, and the size of the tree to draft (0 nodes = no tree)."""

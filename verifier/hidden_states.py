@@ -13,10 +13,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from verifier.draft_inputs import max_backlog, max_message_rows
 from verifier.request import Request
 from workers.config import EngineConfig
 from workers.transfer import to_device
+from workers.workspace import max_backlog, max_message_rows, max_step_rows
 
 Computed = Sequence[tuple[Request, list[int]]]
 """The rows of a step that hold each request's newest positions, the last of them its last computed position."""
@@ -29,6 +29,11 @@ def max_buffered_states(config: EngineConfig) -> int:
     request's last tree may stay behind, because nothing is drafted after it.
     """
     return config.max_num_seqs * (max_backlog(config) + config.tree_rows) + 2 * max_message_rows(config)
+
+
+def max_unsorted_states(config: EngineConfig) -> int:
+    """Return the most states that are ever held outside the pool: those of a step, and a copy of them on their way."""
+    return 2 * max(_MAX_UNSORTED_ROWS, max_step_rows(config))
 
 
 class HiddenStatePool:
@@ -63,7 +68,7 @@ class HiddenStatePool:
 
 
 _MAX_UNSORTED_ROWS = 512
-"""States that may be held between steps outside the pool. KV sizing does not count them."""
+"""States that may be held between steps outside the pool."""
 
 
 class HiddenStateBuffer:

@@ -14,15 +14,16 @@ from verifier.adaptive.profile import profile, warm_up
 from verifier.engine import Engine
 from verifier.hidden_states import HiddenStatePool, max_buffered_states
 from verifier.target import Fuse, Target
+from verifier.workspace import target_workspace
 from workers.comm import groups, ipc
 from workers.comm.groups import World
-from workers.config import EngineConfig
 from workers.comm.wire import Kind
+from workers.config import EngineConfig
 from workers.cuda_graphs import can_capture, decoder_graphs
 from workers.gc_freeze import freeze_start_up
 from workers.kernels.select import Kernels, kernels_for
 from workers.kv_cache import KVPool
-from workers.kv_sizing import agree_on_pages, logits_bytes
+from workers.kv_sizing import agree_on_pages
 from workers.models.eagle3_format import FeatureFusion
 from workers.models.load import load_decoder
 from workers.models.specs import Eagle3Spec, Specs
@@ -66,11 +67,11 @@ def run(
         row_costs = profile(target, config, num_pages) if needs_profile else UNPROFILED
         freeze_start_up()  # before Ready is sent
         PULSE.serve()
-        socket = ipc.FrameSocket(ipc.connect(front))
         world.end_start_up()
         target.heartbeat(0)
         if world.link is not None:
             world.link.heartbeat(0)
+        socket = ipc.FrameSocket(ipc.connect(front))
         socket.send(
             ipc.Ready(
                 topology=topology,
@@ -119,9 +120,8 @@ def load(world: World, specs: Specs, graphs_of: EngineConfig | None = None) -> t
         state_pool = HiddenStatePool(max_buffered_states(config), features.width, dtype=dtype, device=world.device)
     slot_bytes = KVPool.bytes_per_slot(spec.num_layers, decoder.heads.num_kv_heads, spec.head_dim, dtype)
     page_bytes = features.width * dtype.itemsize  # rank 0 keeps one state per page, see verifier.prefix_cache
-    num_pages = agree_on_pages(
-        world, slot_bytes + -(-page_bytes // config.page_size), bytes_beside=logits_bytes(config, spec.vocab_size)
-    )
+    workspace = target_workspace(config, spec, num_taps=len(features.tap_layers), state_width=features.width)
+    num_pages = agree_on_pages(world, slot_bytes + -(-page_bytes // config.page_size), bytes_beside=workspace.total)
     kv = decoder.new_kv_pool(num_pages * config.page_size)
     _compile_moves(kernels, kv, config)
     graphs = None

@@ -171,6 +171,11 @@ class EngineConfig:
         return 10 * self.step_timeout_s
 
     @property
+    def item_bytes(self) -> int:
+        """Bytes of one value of the models' type."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
     def draft_ranks(self) -> int:
         """Number of drafter ranks."""
         return self.draft.tensor_parallel_size if self.draft else 0

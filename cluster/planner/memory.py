@@ -11,7 +11,6 @@ from workers.models.checkpoint import MTP_PREFIXES, Weights
 from workers.models.readers import read_specs
 from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, TransformersSpec
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _TOKEN_ID_BYTES = 4
 _REPLICATED = ("embed_tokens.weight", "fc.weight", "input_proj.weight")
 """Matrices that every rank holds whole, see `workers.models.decoder`, `eagle3_format` and `drafter.proposers.eagle`."""
@@ -29,8 +28,8 @@ class ModelShard:
     """Bytes of one token in the KV pool."""
     state_bytes: int = 0
     """Bytes of one hidden state that verifier 0 buffers for the drafter: the last of every page, and pending ones."""
-    logits_bytes: int = 0
-    """Bytes of a full step's logits, see `workers.kv_sizing`; the target only."""
+    workspace_bytes: int = 0
+    """Bytes for CUDA graphs, activations and logits, see `workers.workspace`."""
     matmul_items: int = 0
     """Weights that take part in matrix products: all matrices but the input embedding."""
     expert_items: int = 0
@@ -45,24 +44,22 @@ class ModelShard:
 
 def model_shards(config: EngineConfig) -> list[ModelShard]:
     """Return the target's shard and, if there is a drafter, the drafter's."""
-    from workers.kv_sizing import logits_bytes
+    from drafter.workspace import draft_workspace
+    from verifier.workspace import target_workspace
 
     specs = read_specs(config)
     target, spec = specs.target, specs.draft
     stored = _of_text_model(tensor_shapes(Path(config.model_path))) or expected_shapes(target, config.model_path)
-    item, draft = ITEM_BYTES[config.dtype], config.draft
+    item, draft = config.item_bytes, config.draft
     own = {name: shape for name, shape in stored.items() if not name.startswith(MTP_PREFIXES)}
-    found = [
-        replace(
-            model_shard(own, target, config.tensor_parallel_size, item),
-            logits_bytes=logits_bytes(config, target.vocab_size),
-        )
-    ]
-    if draft is not None and draft.reads_features:
-        num_taps = 3 if draft.method == "eagle3" else 1
-        found = [replace(found[0], state_bytes=num_taps * target.hidden_size * item)]
+    reads_taps = draft is not None and draft.method == "eagle3"
+    width = (3 if reads_taps else 1) * target.hidden_size if draft is not None and draft.reads_features else 0
+    workspace = target_workspace(config, target, num_taps=3 if reads_taps else 0, state_width=width)
+    shard = model_shard(own, target, config.tensor_parallel_size, item)
+    found = [replace(shard, state_bytes=width * item, workspace_bytes=workspace.total)]
     if draft is None:
         return found
+    beside = draft_workspace(config, spec).total
     shapes = _of_text_model(tensor_shapes(Path(draft.model_path))) if draft.model_path else {}
     if spec is None:
         return [*found, ModelShard(token_bytes=_TOKEN_ID_BYTES)]
@@ -70,14 +67,12 @@ def model_shards(config: EngineConfig) -> list[ModelShard]:
         shapes = {name: shape for name, shape in stored.items() if name.startswith(MTP_PREFIXES)}
     shapes = shapes or expected_shapes(spec, draft.model_path)
     if isinstance(spec, ModelSpec):
-        return [*found, model_shard(shapes, spec, config.draft_ranks, item)]
+        return [*found, replace(model_shard(shapes, spec, config.draft_ranks, item), workspace_bytes=beside)]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in stored and name.removeprefix("model.") not in shapes:
             shapes[name] = stored[name]
-    return [
-        *found,
-        model_shard(shapes, spec.layers if isinstance(spec, FcHeadSpec) else spec, config.draft_ranks, item),
-    ]
+    head = model_shard(shapes, spec.layers if isinstance(spec, FcHeadSpec) else spec, config.draft_ranks, item)
+    return [*found, replace(head, workspace_bytes=beside)]
 
 
 def model_shard(shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: int) -> ModelShard:
@@ -191,7 +186,7 @@ def pages_on_device(config: EngineConfig, found: list[ModelShard], memory_bytes:
     usable = memory_bytes * config.memory_utilization
 
     def held(part: ModelShard) -> int:
-        return part.weight_bytes + part.logits_bytes + max_buffered_states(config) * part.state_bytes
+        return part.weight_bytes + part.workspace_bytes + max_buffered_states(config) * part.state_bytes
 
     def page(part: ModelShard) -> int:
         return part.token_bytes * config.page_size + part.state_bytes

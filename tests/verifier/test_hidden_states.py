@@ -11,22 +11,22 @@ import pytest
 import torch
 
 from tests.support.fakes import Bench, RandomLanguage
-from verifier import draft_inputs, hidden_states
+from verifier import hidden_states
 from verifier.adaptive.controller import Controller
 from verifier.draft_inputs import (
     DraftInput,
     backlog,
     is_due,
-    max_backlog,
-    max_message_rows,
     next_input,
     within_message,
 )
 from verifier.hidden_states import HiddenStateBuffer, HiddenStatePool, max_buffered_states
 from verifier.request import Request
+from workers import workspace
 from workers.comm.ipc import Speculation, Submit
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.types import Rule, SamplingSettings, TreeLimits
+from workers.workspace import max_backlog, max_message_rows
 
 CPU = torch.device("cpu")
 
@@ -77,7 +77,7 @@ def test_whatever_waits_fits(seed, monkeypatch):
     """Requests of all lengths come, leave and are preempted, and are drafted for at random or not at all. The engine
     asserts that states find room; `Bench` counts them after every step."""
     rng = np.random.default_rng(seed)
-    monkeypatch.setattr(draft_inputs, "_MAX_BACKLOG", 6)
+    monkeypatch.setattr(workspace, "_MAX_BACKLOG", 6)
     share = (0.0, 0.02, 0.2, 0.5)[seed]
     monkeypatch.setattr(Controller, "_choose", lambda self, auto, *_: [r for r in auto if rng.random() < share])
     tree = TreeConfig(kind="dynamic", num_speculative_tokens=3, max_depth=2, prune=PruneConfig(auto=True))

@@ -38,8 +38,6 @@ from verifier.draft_inputs import (
     backlog,
     draft_depth,
     is_due,
-    max_backlog,
-    max_message_rows,
     next_input,
     within_message,
 )
@@ -47,6 +45,7 @@ from verifier.request import Request
 from verifier.scheduler import Step
 from workers.config import EngineConfig, PruneConfig
 from workers.types import DraftCosts, DraftReply, Verdict
+from workers.workspace import max_backlog, max_message_rows
 
 _RATE = 0.05  # of the averages over recent trees
 _LOOK_EVERY = 96  # steps between two lookups while they do not pay

@@ -1,0 +1,81 @@
+"""The memory that a drafter rank needs beside weights and KV pages (`workers.workspace`)."""
+
+from __future__ import annotations
+
+from drafter.tree.tree_graphs import buckets
+from workers.config import MIN_OUTCOMES, EngineConfig, TreeConfig
+from workers.cuda_graphs import MOST_ROWS, sizes
+from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec
+from workers.sampling.gumbel_cache import MAX_BYTES as NOISE_BYTES
+from workers.workspace import (
+    LIBRARY_BYTES,
+    PassShape,
+    Workspace,
+    cut_bytes,
+    graph_bytes,
+    max_message_rows,
+    may_capture,
+    pass_bytes,
+    plan_bytes,
+)
+
+_LEVEL_COPIES = 5
+"""Float32 copies of a level's logits that exist at once: as constrained, log q, noise, their sum, and a masked one."""
+_BLOCK = 2048
+"""Columns of which `drafter.tree.triton_growth` keeps the best children."""
+
+
+def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
+    """Count a rank's workspace; n-gram lookup needs none.
+
+    buffers    as the target's, with a feature for each row; for whole trees features, root logits, token counts and the
+               noise of every level; the noise cache
+    captured   a pass of the most rows, and apart from it the widest level of the most trees: a pass, and its logits
+    eager      every node's feature; the larger of a pass without a graph and of a level that is grown without one
+    """
+    if spec is None:
+        return Workspace()
+    assert config.draft is not None
+    tree, item, ranks = config.draft.tree, config.item_bytes, config.draft_ranks
+    layers = spec.layers if isinstance(spec, FcHeadSpec) else spec
+    is_head = isinstance(spec, Eagle3Spec | FcHeadSpec)
+    shape = PassShape.of_head(layers, ranks) if is_head else PassShape.of_model(layers, ranks)  # type: ignore[arg-type]
+    H = layers.hidden_size * is_head  # of a feature
+    V = spec.draft_vocab_size if isinstance(spec, Eagle3Spec) else layers.vocab_size
+    own = sizes(config) if may_capture(config) else []
+    most = max((size.rows for size in own), default=0)
+    buffers = graph_bytes(shape, config, own, input_bytes=2 * 4 + H * item, widths=layers.hidden_size) + NOISE_BYTES
+    captured = pass_bytes(shape, config, most)
+
+    logits = V * (item + 4 + 8 * (ranks > 1))  # of a row: as multiplied, in float32, and gathered
+    N = tree.num_speculative_tokens
+    if own and tree.kind == "dynamic" and ranks == 1 and (trees := buckets(config.max_num_seqs, N, V)):
+        B = trees[0]
+        table = 4 * config.draft_table_width
+        buffers += B * (H * item + 4 * V * (2 + tree.max_depth))
+        buffers += sum(plan_bytes(shape, n * N, n, table) for n in trees)
+        best = 16 * tree.max_children * -(-V // _BLOCK)
+        captured += pass_bytes(shape, config, B * N) + B * N * (logits + 4 * V + best + cut_bytes(V))
+    rows = max_message_rows(config)
+    eager_pass = pass_bytes(shape, config, rows) if rows > min(most, MOST_ROWS) else 0
+    trees_at_once = max(config.max_num_seqs, MIN_OUTCOMES if config.has_predrafting else 0)
+    frontier = trees_at_once * widest_level(tree)
+    level = frontier * (V * (item + 4 * _LEVEL_COPIES) + cut_bytes(V) + 8 * V * (ranks > 1))
+    return Workspace(
+        buffers=buffers,
+        captured=captured,
+        eager=trees_at_once * config.tree_rows * H * item + max(eager_pass, level),
+        libraries=LIBRARY_BYTES if config.device == "cuda" else 0,
+    )
+
+
+def widest_level(tree: TreeConfig) -> int:
+    """Return the most nodes of a tree that are run through the draft model at once."""
+    match tree.kind:
+        case "chain":
+            return 1
+        case "static":
+            depths = [len(path) for path in tree.static_paths]
+            return max(1, *(depths.count(depth) for depth in depths))
+        case "dynamic":
+            return tree.num_speculative_tokens

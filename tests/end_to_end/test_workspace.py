@@ -1,0 +1,215 @@
+"""The memory that ranks count before they size their KV pools is what they then take, on the simulated device."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("runs on the simulated device", allow_module_level=True)
+
+from drafter import worker as drafter_worker
+from drafter.tree.policy import make_tree_policy
+from drafter.workspace import draft_workspace, widest_level
+from tests.end_to_end.test_simulated_cuda import Alone
+from tests.support import checkpoints
+from tests.support.engines import CHAIN, DYNAMIC, STATIC
+from tests.support.simulated_cuda import SimulatedCuda, simulated_cuda
+from verifier import worker as verifier_worker
+from verifier.adaptive.profile import _timed
+from verifier.workspace import target_workspace
+from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
+from workers.kernels.select import kernels_for
+from workers.models.layers import TensorParallel
+from workers.models.readers import read_specs
+from workers.models.specs import Specs
+from workers.types import DraftRequest, SamplingBatch, SamplingSettings
+from workers.workspace import Workspace, max_message_rows
+
+torch.set_num_threads(1)
+TREE = TreeConfig(num_speculative_tokens=6, max_depth=3, max_children=4, prune=PruneConfig(auto=True))
+PLAIN = replace(TREE, prune=PruneConfig())
+WIDE = {"hidden_size": 64, "intermediate_size": 192, "vocab_size": 2000}
+"""Models whose vocabulary is much wider than their rows, as it is in all that are published."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    checkpoints.write_model(root / "target", "qwen3", num_hidden_layers=3, **WIDE)
+    checkpoints.write_model(root / "draft_model", "llama", num_hidden_layers=1, seed=1, **WIDE)
+    checkpoints.write_eagle3(root / "eagle3", draft_vocab_size=1500, **WIDE)
+    return root
+
+
+def config_of(models: Path, method: Any, tree: TreeConfig = TREE, **options: Any) -> EngineConfig:
+    settings: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 96, "num_pages": 60}
+    return EngineConfig(
+        model_path=str(models / "target"),
+        device="cuda",
+        draft=DraftConfig(method=method, model_path=str(models / method), placement="colocated", tree=tree),
+        **settings | options,
+    )
+
+
+def world_of(config: EngineConfig, rank: int) -> Alone:
+    device, tp = torch.device("cuda", 0), TensorParallel(rank=0, size=1)
+    return Alone(config=config, rank=rank, role=config.role_of(rank), device=device, tp=tp, peers=None, link=None)
+
+
+class Measured:
+    """The most that was held beside what is there when it ends: within graphs, and outside of them."""
+
+    def __init__(self, cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, *captures: tuple[Any, str]) -> None:
+        self.captured = self.buffers = 0
+        for module, name in captures:
+            monkeypatch.setattr(module, name, self._counting(cuda, getattr(module, name)))
+        self._cuda = cuda
+
+    def _counting(self, cuda: SimulatedCuda, capture: Any) -> Any:
+        def counted(*args: Any, **options: Any) -> Any:
+            gc.collect()  # what an earlier test has left
+            before = cuda.memory.reset()
+            graphs = capture(*args, **options)
+            self.buffers += cuda.memory.num_bytes - before
+            self.captured += cuda.memory.most_bytes - cuda.memory.num_bytes
+            return graphs
+
+        return counted
+
+    def eager(self, *runs: Any) -> int:
+        """Return the most that any of these calls holds beside what it leaves."""
+        most = 0
+        for run in runs:
+            before = self._cuda.memory.reset()
+            run()
+            most = max(most, self._cuda.memory.most_bytes - before)
+        return most
+
+
+def assert_counted(counted: int, measured: int, most: float = 2.0) -> None:
+    assert measured <= counted <= most * measured, f"{counted} bytes were counted, {measured} were taken"
+
+
+@pytest.mark.parametrize(("method", "dtype"), [("eagle3", "bfloat16"), ("draft_model", "float32")])
+def test_the_target_takes_what_was_counted(
+    models: Path, monkeypatch: pytest.MonkeyPatch, method: str, dtype: str
+) -> None:
+    config = config_of(models, method, dtype=dtype)
+    specs = read_specs(config)
+    with simulated_cuda() as cuda:
+        measured = Measured(cuda, monkeypatch, (verifier_worker, "decoder_graphs"))
+        target, num_pages = verifier_worker.load(world_of(config, 0), specs)
+        most_trees = config.max_num_seqs * config.tree_rows
+        settings = [SamplingSettings(temperature=0.0), SamplingSettings(top_p=0.9, num_logprobs=2, seed=1)]
+
+        def step(sampling: SamplingSettings) -> None:
+            _timed(target, config, num_pages, most_trees, sampling)
+            target.states()
+
+        eager = measured.eager(*(partial(step, sampling) for sampling in settings))
+    reads_taps = method == "eagle3"
+    counted = target_workspace(
+        config, specs.target, num_taps=3 * reads_taps, state_width=3 * reads_taps * specs.target.hidden_size
+    )
+    assert_counted(counted.buffers, measured.buffers)
+    assert_counted(counted.captured, measured.captured)
+    assert_counted(counted.eager, eager, most=4.0)  # scored prompts and earlier steps' states take the rest
+
+
+def test_a_pass_without_graphs_takes_what_was_counted(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt through a model whose rows are as wide as its vocabulary."""
+    checkpoints.write_model(models / "wide", "llama", hidden_size=128, intermediate_size=512, vocab_size=96)
+    config = replace(
+        config_of(models, "draft_model", enforce_eager=True), model_path=str(models / "wide"), draft=None,
+        max_num_batched_tokens=128,
+    )  # fmt: skip
+    specs = read_specs(config)
+    with simulated_cuda() as cuda:
+        measured = Measured(cuda, monkeypatch)
+        target, num_pages = verifier_worker.load(world_of(config, 0), specs)
+        eager = measured.eager(lambda: _timed(target, config, num_pages, 128))
+    counted = target_workspace(config, specs.target)
+    assert counted.buffers == counted.captured == 0
+    assert_counted(counted.eager, eager)
+
+
+def asked(config: EngineConfig, width: int, which: int, num_rows: int) -> DraftRequest:
+    """Return a request for as many trees as there may be, which feeds `num_rows` rows; see `warm_up_requests`."""
+    one, num = drafter_worker.warm_up_requests(config, width)[which], config.max_num_seqs
+    ends = torch.linspace(0, num_rows, num + 1).int()
+    many = {
+        name: value.repeat(num, *[1] * (value.dim() - 1))
+        for name, value in ((field, getattr(one, field)) for field in one.__dataclass_fields__)
+        if name.endswith("_B") and value is not None
+    }
+    params = [SamplingSettings(temperature=1.0, top_p=0.9, seed=seed) for seed in range(num)]
+    return replace(
+        one,
+        **many,
+        page_table_BP=torch.zeros(num, config.draft_table_width, dtype=torch.int32),
+        offsets=ends,
+        token_M=torch.zeros(num_rows, dtype=torch.int32),
+        sampling=SamplingBatch.stack(params if which else [replace(each, temperature=0.0) for each in params]),
+        features_MH=None if one.features_MH is None else one.features_MH.expand(num_rows, -1).contiguous(),
+    )
+
+
+def drafted(
+    cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, config: EngineConfig, specs: Specs, which: int
+) -> tuple[Workspace, Measured, int]:
+    """Return what was counted, what graphs took, and the most that drafting took outside of them."""
+    captures = [(drafter_worker, name) for name in ("decoder_graphs", "head_graphs")]
+    captures += [(drafter_worker, name) for name in ("decoder_tree_graphs", "head_tree_graphs")]
+    measured = Measured(cuda, monkeypatch, *captures)
+    kernels = kernels_for(torch.device("cuda", 0), config.kernels, config.enforce_eager)
+    assert config.draft is not None
+    proposer: Any = drafter_worker._load(world_of(config, 1), specs, kernels)
+    policy = make_tree_policy(config.draft.tree)
+    width = getattr(proposer, "width", 0)
+    eager = measured.eager(
+        *(
+            lambda n=n: drafter_worker.draft(asked(config, width, which, n), proposer, policy, kernels=kernels)
+            for n in (config.max_num_seqs, max_message_rows(config))
+        )
+    )
+    return draft_workspace(config, specs.draft), measured, eager
+
+
+@pytest.mark.parametrize(("method", "dtype"), [("eagle3", "bfloat16"), ("draft_model", "float32")])
+def test_a_drafter_takes_what_was_counted(
+    models: Path, monkeypatch: pytest.MonkeyPatch, method: str, dtype: str
+) -> None:
+    config = config_of(models, method, dtype=dtype)
+    monkeypatch.setattr("drafter.workspace.NOISE_BYTES", 0)
+    with simulated_cuda() as cuda:
+        counted, measured, eager = drafted(cuda, monkeypatch, config, read_specs(config), 1)
+    assert_counted(counted.buffers, measured.buffers)
+    assert_counted(counted.captured, measured.captured)
+    assert eager <= counted.eager, "levels that no graph grows would take more"
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["greedy", "coupled", "sampled"])
+def test_levels_without_a_graph_take_what_was_counted(
+    models: Path, monkeypatch: pytest.MonkeyPatch, which: int
+) -> None:
+    config = config_of(models, "eagle3", PLAIN, enforce_eager=True)
+    with simulated_cuda() as cuda:
+        counted, _, eager = drafted(cuda, monkeypatch, config, read_specs(config), which)
+    assert_counted(counted.eager, eager, most=4.0)  # not all nodes are of one level
+
+
+def test_the_widest_level_of_a_tree() -> None:
+    assert (widest_level(CHAIN), widest_level(STATIC), widest_level(DYNAMIC)) == (1, 3, 16)
+
+
+def test_lookup_takes_nothing(models: Path) -> None:
+    config = config_of(models, "ngram")
+    assert draft_workspace(config, None).total == 0

@@ -1,0 +1,44 @@
+"""The memory that a verifier rank needs beside weights, KV pages and the hidden-state buffer (`workers.workspace`)."""
+
+from __future__ import annotations
+
+from verifier.hidden_states import max_unsorted_states
+from workers.config import EngineConfig
+from workers.cuda_graphs import MOST_ROWS, sizes
+from workers.kv_sizing import logits_bytes
+from workers.models.specs import ModelSpec
+from workers.workspace import (
+    LIBRARY_BYTES,
+    PassShape,
+    Workspace,
+    graph_bytes,
+    max_message_rows,
+    max_step_rows,
+    may_capture,
+    pass_bytes,
+)
+
+
+def target_workspace(config: EngineConfig, spec: ModelSpec, *, num_taps: int = 0, state_width: int = 0) -> Workspace:
+    """Count a rank's workspace. Only rank 0 has taps and keeps states, whose width is that of all taps together.
+
+    buffers    a row of tokens, positions and outputs for the most rows of a graph, and the plans of all graphs
+    captured   a pass of that many rows
+    eager      states that are not in their buffer yet, those of a message to the drafter with their features, a step's
+               outputs, and the larger of a pass without a graph and of the logits
+    """
+    item, shape = config.item_bytes, PassShape.of_model(spec, config.tensor_parallel_size, num_taps)
+    rows, outputs = max_step_rows(config), (1 + num_taps) * spec.hidden_size
+    own = sizes(config) if may_capture(config) else []
+    most = max((size.rows for size in own), default=0)
+    eager_rows = rows if rows > min(most, MOST_ROWS) else 0
+    features = 2 * spec.hidden_size if state_width else 0
+    states = (max_unsorted_states(config) * state_width + max_message_rows(config) * (state_width + features)) * item
+    return Workspace(
+        buffers=graph_bytes(shape, config, own, input_bytes=2 * 4, widths=outputs),
+        captured=pass_bytes(shape, config, most),
+        eager=states
+        + rows * outputs * item
+        + max(logits_bytes(config, spec.vocab_size), pass_bytes(shape, config, eager_rows)),
+        libraries=LIBRARY_BYTES if config.device == "cuda" else 0,
+    )

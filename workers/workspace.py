@@ -1,0 +1,175 @@
+"""The memory that a rank needs beside weights, KV pages and hidden states, counted before any of it is allocated.
+
+    PassShape.of_model(spec, ranks, num_taps), .of_head(spec, ranks)      how wide one rank's rows are in a forward pass
+    pass_bytes(shape, config, num_rows)                                   the most that a pass holds at once
+    graph_bytes(shape, config, sizes)                                     the buffers of its CUDA graphs
+
+`verifier.workspace` and `drafter.workspace` add these up for a rank; `workers.kv_sizing` leaves that much free, and
+`secateur plan` prints it. A pass of N rows holds, in elements a row,
+
+    K + max(5 or 9 D, 4 D + 3 I, 2 D + X + Q + 2 C + max(R, Q + D), 5 or 7 D + T D) + 2 d        and attention's parts
+
+that is what lives through all layers (K), and the widest of four moments: a norm, which torch computes in float32; the
+MLP, with the residual stream before and behind attention, its norm, attention's output, the fused gate and up, and
+their product; attention, with the residual stream, the input, queries, keys and values, and R to rotate them; and the
+end, where the taps are copied side by side. Attention's parts are float32 results of up to 64 splits of the keys.
+Transformers' classes are counted as if they were ours, mixtures of experts by their intermediate_size.
+
+Legend: D hidden width, I intermediate width, Q and C the widths of queries and of keys, d head width, T taps, X width
+of the first attention's input. I, Q and C are one rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workers.config import EngineConfig
+from workers.cuda_graphs import Size
+from workers.models.specs import Eagle3Spec, ModelSpec
+
+LIBRARY_BYTES = 2 * (32 << 20)
+"""cuBLAS keeps 32 MB for each stream; graphs are captured on one of their own."""
+_LISTED, _GROUP = 8192, 32
+"""Values and columns of `workers.kernels.triton_truncation`: of a row's list, and of a group."""
+
+_MAX_BACKLOG, _MAX_WAITING = 256, 32768
+_KEYS_PER_SPLIT, _MAX_SPLITS, _MAX_PARTS, _MAX_PAIRS = 256, 64, 512, 128
+"""Limits of `workers.kernels.triton_attention`: splits, splits of all tiles and heads, and rows of a tile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """Bytes that a rank needs beside weights, KV pages and hidden states."""
+
+    buffers: int = 0
+    """Inputs, outputs and plans of CUDA graphs, and the noise cache."""
+    captured: int = 0
+    """What passes hold while they are captured: graphs keep that memory."""
+    eager: int = 0
+    """The most that everything else holds at once: larger passes, logits, sampling."""
+    libraries: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return the sum."""
+        return self.buffers + self.captured + self.eager + self.libraries
+
+
+def max_backlog(config: EngineConfig) -> int:
+    """Return the most rows that may wait to be fed for a request without drafts.
+
+    Feeding later costs no more, and often the request finishes first. With many requests the limit is lower, because
+    each waiting row needs a buffered hidden state.
+    """
+    return min(_MAX_BACKLOG, _MAX_WAITING // config.max_num_seqs)
+
+
+def max_message_rows(config: EngineConfig) -> int:
+    """Return the most rows of one message to the drafter.
+
+    A message holds a whole step with one more row for each new request, and at least one request's backlog with its
+    tree. So no prompt waits for another, and a request over its backlog is fed as fast as it gains tokens.
+    """
+    step = config.max_num_batched_tokens + config.max_num_seqs
+    trees = config.max_num_seqs * config.tree_rows + config.page_size
+    return max(step, trees, max_backlog(config) + 2 * config.tree_rows)
+
+
+def max_step_rows(config: EngineConfig) -> int:
+    """Return the most rows of one step of the target: prompts advance by a page however many trees there are."""
+    return max(config.max_num_batched_tokens, config.max_num_seqs * config.tree_rows + config.page_size)
+
+
+def cut_bytes(num_columns: int) -> int:
+    """Return the bytes that the search of a row's truncation threshold holds: its list, and two numbers a group."""
+    return 4 * (min(_LISTED, 1 << max(0, num_columns - 1).bit_length()) + 2 * -(-num_columns // _GROUP))
+
+
+def may_capture(config: EngineConfig) -> bool:
+    """Return whether ranks capture CUDA graphs, as far as the configuration tells."""
+    return config.device == "cuda" and config.kernels != "torch" and not config.enforce_eager
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassShape:
+    """Widths of one rank's rows in a forward pass, in elements; see the module."""
+
+    hidden: int
+    inner: int
+    queries: int
+    keys: int
+    head: int
+    first_input: int
+    kept: int
+    taps: int = 0
+    has_qk_norm: bool = False
+    num_windows: int = 1
+
+    @staticmethod
+    def of_model(spec: ModelSpec, ranks: int, num_taps: int = 0) -> PassShape:
+        """Return a model's shape, whose residual stream is captured `num_taps` times."""
+        return _shape(spec, ranks, kept=num_taps * spec.hidden_size, taps=num_taps)
+
+    @staticmethod
+    def of_head(spec: Eagle3Spec | ModelSpec, ranks: int) -> PassShape:
+        """Return the shape of a head that reads features: the features, both side by side, and their sum are kept."""
+        width = spec.hidden_size
+        return _shape(spec, ranks, kept=4 * width, first_input=2 * width)
+
+    def row_items(self, item_bytes: int) -> int:
+        """Return the elements that a pass holds for each row, without attention's parts."""
+        D, Q, C = self.hidden, self.queries, self.keys
+        wide = 4 // item_bytes  # of a float32 copy
+        rotated = (Q + C) * (2 + 2 * wide if self.has_qk_norm else 1)
+        moments = (
+            (3 + 2 * wide + 2 * (wide > 1)) * D,
+            4 * D + 3 * self.inner,
+            2 * D + self.first_input + Q + 2 * C + max(rotated, Q + D),
+            (3 + 2 * wide + self.taps) * D,
+        )
+        return self.kept + max(moments) + 2 * self.head
+
+
+def _shape(
+    spec: Eagle3Spec | ModelSpec, ranks: int, *, kept: int, first_input: int | None = None, taps: int = 0
+) -> PassShape:
+    return PassShape(
+        hidden=spec.hidden_size,
+        inner=-(-spec.intermediate_size // ranks),
+        queries=spec.num_heads * spec.head_dim // ranks,
+        keys=-(-spec.num_kv_heads // ranks) * spec.head_dim,
+        head=spec.head_dim,
+        first_input=first_input or spec.hidden_size,
+        kept=kept,
+        taps=taps,
+        has_qk_norm=spec.qk_norm,
+        num_windows=len(set(spec.windows)),
+    )
+
+
+def pass_bytes(shape: PassShape, config: EngineConfig, num_rows: int) -> int:
+    """Return the most bytes that a forward pass of these rows holds at once, its outputs included."""
+    splits = min(_MAX_SPLITS, config.max_model_len // _KEYS_PER_SPLIT)
+    parts = min(splits * num_rows * shape.queries, _MAX_PARTS * _MAX_PAIRS * shape.head) if splits > 1 else 0
+    return num_rows * shape.row_items(config.item_bytes) * config.item_bytes + 4 * parts
+
+
+def graph_bytes(shape: PassShape, config: EngineConfig, sizes: Sequence[Size], *, input_bytes: int, widths: int) -> int:
+    """Return the bytes of the buffers of a pass's graphs: inputs and outputs of the most rows, and a plan each.
+
+    input_bytes: of a row. widths: elements of a row of all outputs.
+    """
+    if not sizes:
+        return 0
+    table = 4 * config.draft_table_width
+    rows = max(size.rows for size in sizes)
+    plans = sum(plan_bytes(shape, size.rows, size.requests + 1, table) for size in sizes)
+    return rows * (input_bytes + widths * config.item_bytes) + plans
+
+
+def plan_bytes(shape: PassShape, num_rows: int, num_requests: int, table_bytes: int) -> int:
+    """Return the bytes of one step's attention plan. table_bytes: of the longest page table."""
+    tiles = num_rows + num_requests  # at most, with a single row each
+    rows = (2 + 2 * shape.num_windows) * num_rows
+    return 8 * (rows + (5 + shape.num_windows) * tiles) + num_requests * table_bytes
