@@ -20,6 +20,7 @@ from numpy.typing import DTypeLike
 from torch import Tensor
 
 from workers.config import PruneThresholds
+from workers.transfer import to_host
 
 
 class NodeKind(IntEnum):
@@ -214,14 +215,15 @@ class SamplingBatch:
     @cached_property
     def needs(self) -> SamplingNeeds:
         """Reads the values: call it on host tensors, because on a device it synchronizes."""
-        hot_B = self.temperature_B.cpu().numpy() > 0
+        temperature_B, top_k_B, top_p_B, min_p_B = to_host(self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B)
+        hot_B = temperature_B > 0
         if not hot_B.any():
             return SamplingNeeds(is_greedy=True, is_sampled=False, min_p=False, top=False)
-        top_B = (self.top_k_B.cpu().numpy() > 0) | (self.top_p_B.cpu().numpy() < 1)
+        top_B = (top_k_B > 0) | (top_p_B < 1)
         return SamplingNeeds(
             is_greedy=not hot_B.all(),
             is_sampled=True,
-            min_p=bool((hot_B & (self.min_p_B.cpu().numpy() > 0)).any()),
+            min_p=bool((hot_B & (min_p_B > 0)).any()),
             top=bool((hot_B & top_B).any()),
         )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from workers.sampling.gumbel_cache import GumbelCache
-from workers.transfer import to_host
+from workers.transfer import to_device, to_host
 from workers.types import SamplingBatch
 
 ThresholdKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -44,7 +44,7 @@ def truncation_threshold(x_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tens
     """
     top_k, top_p = to_host(top_k_R, top_p_R)
     threshold_R = _threshold_among(x_RV, top_k, top_p, _LISTED)
-    return torch.from_numpy(threshold_R).to(x_RV.device)
+    return to_device(threshold_R, x_RV.device)
 
 
 def process_logits_static(
@@ -82,7 +82,8 @@ def coupled_scores(
         return processed_RV
     if noise is None:
         noise = GumbelCache(start, start + processed_RV.shape[-1])
-    G_RV = noise.rows(params.seed_B.tolist(), index_R.tolist(), processed_RV.device)
+    seeds, indices = (column.tolist() for column in to_host(params.seed_B, index_R))
+    G_RV = noise.rows(seeds, indices, processed_RV.device)
     # A masked token stays masked, because G is finite.
     noisy_RV = processed_RV + G_RV
     if not params.needs.is_greedy:
