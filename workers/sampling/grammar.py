@@ -54,6 +54,10 @@ _ROW_ITEMS = 600
 _LEXER_STATES = 50_000  # of 1 to 2 kB, per grammar
 _MAX_ERROR_CHARS = 300
 _NO_TOKEN = "no token may follow"
+_ONE_OF = (
+    "oneOf is only supported where no text can match two of its schemas, such as those of different types; "
+    "write anyOf instead"
+)
 
 
 class GrammarError(ValueError):
@@ -364,9 +368,11 @@ def _llguidance() -> Any:
 
 
 def _shortened(message: str) -> str:
-    """Return an error of llguidance without its drawing of the place, on one line."""
+    """Return an error of llguidance without its drawing of the place, on one line, and without its own settings."""
     lines = (line.strip() for line in message.replace("<non-verbose/>", "").splitlines())
     text = " ".join(line for line in lines if line and not re.match(r"\d+ \||\^", line))
     if text.startswith("NoExtension"):
         return _NO_TOKEN
+    if "coerce_one_of" in text:
+        return _ONE_OF
     return text if len(text) <= _MAX_ERROR_CHARS else text[: _MAX_ERROR_CHARS - 3] + "..."

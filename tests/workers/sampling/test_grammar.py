@@ -424,6 +424,14 @@ def test_an_error_is_the_library_s_own_words_on_one_line_of_bounded_length() -> 
     assert len(str(long.value)) == 300 and str(long.value).endswith("...")
 
 
+def test_an_error_advises_what_can_be_written_and_not_a_setting_of_the_library() -> None:
+    schema = {"type": "object", "properties": {"a": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}}
+    with pytest.raises(GrammarError) as refused:
+        TokenTable(BUNDLED, 2048, (0, 2)).compile(grammar_text("json", schema))
+    assert "oneOf" in str(refused.value) and "write anyOf instead" in str(refused.value)
+    assert "coerce_one_of" not in str(refused.value)
+
+
 def test_the_state_with_its_grammar_survives_the_wire() -> None:
     states = [None, state_of(GRAMMAR, (3, 2), id=12), state_of(Constraints(min_tokens=2), (), ENDS)]
     assert unpack_logits_states(pack_logits_states(states)) == {1: states[1], 2: states[2]}
