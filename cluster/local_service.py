@@ -66,6 +66,9 @@ def build_service(
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         has_tokenizer_info=args.enable_tokenizer_info_endpoint,
+        forces_usage=args.enable_force_include_usage,
+        names_tokens_by_id=args.return_tokens_as_token_ids,
+        model_root=args.model,
     )
 
 

@@ -133,6 +133,10 @@ class EngineArgs(Strict):
     """The prefix under which clients see the service behind a proxy, such as /llm."""
     enable_tokenizer_info_endpoint: bool = False
     """Answer /tokenizer_info: the tokenizer's configuration with the chat template."""
+    enable_force_include_usage: bool = False
+    """Send usage in every chunk of every stream, as if all requests asked for it in stream_options."""
+    return_tokens_as_token_ids: bool = False
+    """The value of return_tokens_as_token_ids in requests that leave it out."""
 
     @property
     def model_id(self) -> str:

@@ -220,6 +220,16 @@ SERVER_FLAGS: dict[str, Any] = {
         "--enable-tokenizer-info-endpoint",
         help="Answer /tokenizer_info with the tokenizer's configuration and chat template.",
     ),
+    "enable_force_include_usage": _serving(
+        bool,
+        "--enable-force-include-usage",
+        help="Send the usage so far in every chunk of every stream, whatever a request's stream_options say.",
+    ),
+    "return_tokens_as_token_ids": _serving(
+        bool,
+        "--return-tokens-as-token-ids",
+        help="Write the tokens of log probabilities as token_id:123, unless a request says otherwise.",
+    ),
 }
 
 

@@ -254,7 +254,8 @@ class SamplingRequest(Body):
     """Tokens whose log probabilities to report at each position of the answer, beside the answer's own and instead of
     the most likely ones. It needs `logprobs`."""
     return_tokens_as_token_ids: bool = False
-    """Write the tokens of log probabilities as `token_id:123`, which tells apart tokens of the same text."""
+    """Write the tokens of log probabilities as `token_id:123`, which tells apart tokens of the same text. Left out, it
+    is as the service's `--return-tokens-as-token-ids` has it."""
     truncate_prompt_tokens: Truncation | None = None
     """Keep this many of the prompt's last tokens; -1 keeps as many as fit beside the tokens to generate."""
     truncation_side: Literal["left", "right"] = "left"

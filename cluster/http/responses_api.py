@@ -185,6 +185,7 @@ class ResponseBuilder:
             metadata=body.metadata or {},
         )
         self._tokenizer, self._has_logprobs = tokenizer, body.has_logprobs
+        self._as_ids, self._has_reasoning = chat.return_tokens_as_token_ids, chat.include_reasoning
         self._reader = None if new_reader is None else new_reader()
         self._number = 0
         self._open: OutputItem | None = None
@@ -252,7 +253,7 @@ class ResponseBuilder:
         part = self._open.content[0]
         scores: list[TokenLogprob] = []
         if self._has_logprobs:
-            scores = chat_logprobs(self._tokenizer, delta.scored).content or []
+            scores = chat_logprobs(self._tokenizer, delta.scored, as_ids=self._as_ids).content or []
         part.text += text
         part.logprobs += scores
         place = {"item_id": self._open.id, "output_index": self._index, "content_index": 0}

@@ -33,6 +33,7 @@ from secateur.requests import (
     CompletionRequest,
     DetokenizeRequest,
     SamplingRequest,
+    StreamOptions,
     TokenizeRequest,
 )
 from secateur.responses import (
@@ -97,6 +98,12 @@ class Service:
     """None = browsers let no script of another origin use the service."""
     has_tokenizer_info: bool = False
     """Serve /tokenizer_info."""
+    forces_usage: bool = False
+    """Send usage in every chunk of every stream."""
+    names_tokens_by_id: bool = False
+    """The default of `return_tokens_as_token_ids`."""
+    model_root: str | None = None
+    """The model as the configuration names it, which /v1/models tells; None = its path."""
     batch_dir: Path | None = None
     """Folder of /v1/files and /v1/batches; None = they are not served."""
     root_path: str = ""
@@ -170,7 +177,7 @@ class Service:
             raise not_found(message, code="model_not_found", param="model")
 
     def accept(self, body: Body, *, num_prompts: int = 1) -> Body:
-        """Check and admit a generation request; return it with the model's sampling defaults filled in.
+        """Check and admit a generation request; return it with the defaults of model and service filled in.
 
         Raises HttpError, BadRequest.
         """
@@ -182,7 +189,19 @@ class Service:
             message = f"{problem} (parameters left out come from the model's generation_config.json)"
             raise BadRequest(message, param=problem.field) from None
         self.admission.admit(num_prompts, body.n, priority=body.priority, wait_s=body.first_token_timeout_s)
-        return body
+        return self._with_defaults_of_the_answer(body)
+
+    def _with_defaults_of_the_answer(self, body: Body) -> Body:
+        """Return a request with what the service's settings say about the form of its answer."""
+        update: dict[str, Any] = {}
+        if self.forces_usage and body.stream:
+            options = body.stream_options or StreamOptions()
+            every_chunk = {"include_usage": True, "continuous_usage_stats": True}
+            update["stream_options"] = options.model_copy(update=every_chunk)
+        is_open = body.num_logprobs is not None and "return_tokens_as_token_ids" not in body.model_fields_set
+        if self.names_tokens_by_id and is_open:
+            update["return_tokens_as_token_ids"] = True
+        return body.model_copy(update=update)
 
     async def head_of(
         self, request: Request, kind: str, body: SamplingRequest, *, arrival: float, num_prompts: int = 1
@@ -302,7 +321,7 @@ class Service:
         return ModelCard(
             id=self.model_id,
             created=self.created,
-            root=self.config.model_path,
+            root=self.model_root or self.config.model_path,
             max_model_len=self.limits.max_model_len,
         )
 

@@ -386,6 +386,34 @@ def test_tokens_of_log_probabilities_can_be_named_by_their_ids(http: httpx2.Clie
     assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == ANSWER
 
 
+def test_a_service_may_name_tokens_by_their_ids_unless_a_request_says_otherwise(
+    own: Callable[..., FakeService], tokenizer: Tokenizer
+) -> None:
+    ids, texts = tokenizer.encode(ANSWER), {"return_tokens_as_token_ids": False}
+    names = [f"token_id:{id}" for id in ids]
+    include = ["message.output_text.logprobs"]
+    with own(names_tokens_by_id=True).http() as http:
+
+        def tokens(path: str, *place: str | int, **body: Any) -> list[Any]:
+            response = http.post(path, json=body)
+            assert "x-secateur-ignored" not in response.headers
+            found = response.json()
+            for key in place:
+                found = found[key]
+            return [entry["token"] if isinstance(entry, dict) else entry for entry in found]
+
+        completion = ("/v1/completions", "choices", 0, "logprobs", "tokens")
+        assert tokens(*completion, prompt="def", max_tokens=64, logprobs=1) == names
+        chat = ("/v1/chat/completions", "choices", 0, "logprobs", "content")
+        messages = [{"role": "user", "content": "Hi"}]
+        assert tokens(*chat, messages=messages, logprobs=True) == names
+        own_texts = [tokenizer.token_text(id).text for id in ids]
+        assert tokens(*completion, prompt="def", max_tokens=64, logprobs=1, **texts) == own_texts
+        assert tokens(*chat, messages=messages, logprobs=True, **texts) == own_texts
+        assert tokens("/v1/responses", "output", 0, "content", 0, "logprobs", input="Hi", include=include) == names
+        assert "x-secateur-ignored" not in http.post("/v1/completions", json={"prompt": "a"}).headers
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_chosen_tokens_replace_the_likeliest_at_every_position(
     streamed: bool, http: httpx2.Client, tokenizer: Tokenizer

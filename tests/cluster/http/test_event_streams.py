@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 import httpx2
 import pytest
@@ -103,6 +104,25 @@ def test_usage_is_streamed_on_request_only(service: FakeService, path: str) -> N
             assert "usage" not in response.read().decode()
         *chunks, totals, _ = stream(http, path, **asked, stream_options={"continuous_usage_stats": True})
     assert all("usage" in chunk for chunk in chunks) and totals["choices"] == [] and totals["usage"]
+
+
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": False, "zeta": 1}])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_service_may_stream_usage_unasked(own: Callable[..., FakeService], path: str, options: Any) -> None:
+    asked = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    body = {**asked, "max_tokens": 6, "stream_options": options}
+    with own(forces_usage=True).http() as http:
+        *chunks, totals, _ = stream(http, path, **body)
+        with http.stream("POST", path, json={**body, "stream": True}) as response:
+            ignored = response.headers.get("x-secateur-ignored")
+            ids = [line.removeprefix("id: ") for line in response.iter_lines() if line.startswith("id: ")]
+        again = {"Last-Event-ID": ids[-1]}
+        with http.stream("POST", path, json={**body, "stream": True}, headers=again) as response:
+            assert response.status_code == 200 and "usage" not in response.read().decode(), "the client has it"
+        whole = http.post(path, json={**asked, "max_tokens": 6}).json()
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks][-2:] == [3, 6]
+    assert totals["choices"] == [] and totals["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 6
+    assert ignored == ("stream_options.zeta" if options else None)
 
 
 def test_a_stream_and_the_whole_answer_agree(http: httpx2.Client) -> None:

@@ -231,6 +231,13 @@ def test_the_model_card_has_its_creation_time(
     assert card["created"] == 1_700_000_000
 
 
+def test_the_model_card_names_the_model_as_the_configuration_does(own: Callable[..., FakeService]) -> None:
+    """As in vLLM, whose benchmarks load the tokenizer of this name; not the place of its files here."""
+    with own(model_root="org/model").http() as http:
+        assert http.get("/v1/models").json()["data"][0]["root"] == "org/model"
+        assert http.get("/v1/models/fake-model").json()["root"] == "org/model"
+
+
 # ---- what refusals say
 
 
