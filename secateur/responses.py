@@ -404,8 +404,6 @@ class ChatCompletionResponse(GenerationResponse):
 class ChatCompletionChunk(GenerationResponse):
     """A stream chunk of /v1/chat/completions."""
 
-    nullable = frozenset({"prompt_token_ids"})
-
     id: str = Field(default_factory=lambda: new_id("chatcmpl"))
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]

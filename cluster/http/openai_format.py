@@ -392,12 +392,12 @@ def completion_logprobs(
     """Return the log probabilities of a completion's tokens: four parallel lists. `as_ids` names tokens by their ids.
 
     start: offset of the completion in the choice's text.
-    As in vLLM, `top_logprobs` includes the generated token even if it is not one of the most likely.
+    As in vLLM, `top_logprobs` begins with the generated token even if it is not one of the most likely.
     """
     lists = CompletionLogprobs()
     for token, score, offset in scored:
         top: dict[str, float] = {}
-        for id, logprob in [*score.top, (token, score.logprob)]:
+        for id, logprob in [(token, score.logprob), *score.top]:
             # Two tokens may have the same text; the more likely one stays.
             name = _token_name(tokenizer, id, as_ids)
             top[name] = max(logprob, top.get(name, MIN_LOGPROB))
