@@ -638,10 +638,11 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
             raise wrong("tool_choice", f"there is no function {name!r} in tools; it has {listed(names) or 'none'}")
         if self.tool_choice == "required" and not names:
             raise wrong("tool_choice", '"required" needs tools; give some, or leave it out')
-        has_format = super().structure is not None
-        if has_format and self.calls != "none":
-            field = "structured_outputs" if self.structured_outputs is not None else "response_format"
-            raise wrong(field, 'contradicts tools; remove one of them, or write tool_choice="none"')
+        if self.structured_outputs is not None and self.calls != "none":
+            raise wrong("structured_outputs", 'contradicts tools; remove one of them, or write tool_choice="none"')
+        if self.calls == "auto" and super().structure is not None:
+            instead = 'remove one of them, or write tool_choice="required" or "none"'
+            raise wrong("response_format", f"contradicts tools that the answer may call; {instead}")
         return self
 
     @model_validator(mode="after")

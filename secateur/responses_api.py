@@ -192,6 +192,38 @@ class ResponsesRequest(Body):
     """As in chats."""
     prompt_cache_key: str | None = None
     """As in chats."""
+    top_k: int | None = None
+    """As in chats."""
+    min_p: float | None = None
+    """As in chats."""
+    presence_penalty: float | None = None
+    """As in chats."""
+    frequency_penalty: float | None = None
+    """As in chats."""
+    repetition_penalty: float | None = None
+    """As in chats."""
+    logit_bias: dict[str, float] | None = None
+    """As in chats."""
+    stop: Annotated[str | list[str] | None, told("must be a text or a list of texts")] = None
+    """As in chats."""
+    stop_token_ids: list[int] | None = None
+    """As in chats."""
+    include_stop_str_in_output: bool | None = None
+    """As in chats."""
+    ignore_eos: bool | None = None
+    """As in chats."""
+    skip_special_tokens: bool | None = None
+    """As in chats."""
+    structured_outputs: dict[str, Any] | None = None
+    """As in chats."""
+    cache_salt: str | None = None
+    """As in chats."""
+    request_id: str | None = None
+    """As in chats."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """As in chats."""
+    include_reasoning: bool | None = None
+    """As in chats."""
 
     @property
     def has_logprobs(self) -> bool:
@@ -216,15 +248,11 @@ class ResponsesRequest(Body):
             "messages": [*first, *history, *self.messages()],
             "stream": self.stream,
             "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "seed": self.seed,
             "logprobs": self.has_logprobs,
             "top_logprobs": self.top_logprobs if self.has_logprobs else None,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
-            "priority": self.priority,
-            "first_token_timeout_s": self.first_token_timeout_s,
+            **{name: getattr(self, name) for name in _AS_IN_CHATS},
             "speculative": None if self.speculative is None else self.speculative.model_dump(exclude_unset=True),
         }
         if self.tools:
@@ -261,6 +289,30 @@ class ResponsesRequest(Body):
         return sorted([*(name for name in super().ignored() if name not in _UNSUPPORTED), *unread])
 
 
+_AS_IN_CHATS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "structured_outputs",
+    "cache_salt",
+    "request_id",
+    "priority",
+    "first_token_timeout_s",
+    "chat_template_kwargs",
+    "include_reasoning",
+)
+"""Fields that mean what they do in chats."""
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "background": (False, "responses in the background are not implemented"),
     "conversation": (None, "conversations are not implemented; write previous_response_id"),
@@ -405,7 +457,7 @@ class ResponseObject(Response):
     usage: ResponseUsage | None = None
 
     def message(self) -> dict[str, Any]:
-        """Return the answer as the message of a chat."""
+        """Return the answer as the message of a chat, without a call that was cut."""
         text = "".join(part.text for item in self.output if isinstance(item, OutputMessage) for part in item.content)
         calls = [
             {
@@ -414,7 +466,7 @@ class ResponseObject(Response):
                 "function": FunctionCall(name=item.name, arguments=item.arguments).model_dump(),
             }
             for item in self.output
-            if isinstance(item, OutputCall)
+            if isinstance(item, OutputCall) and item.status == "completed"
         ]
         return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
 

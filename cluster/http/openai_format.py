@@ -14,6 +14,7 @@ from cluster.http.detokenizer import IncrementalDetokenizer
 from cluster.http.engine_metrics import by_depth
 from cluster.http.output_processor import Generation, ScoredToken, StepTree, TextDelta
 from cluster.http.tokenizer import Tokenizer
+from cluster.http.tool_calls import is_whole
 from secateur.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from secateur.responses import (
     AssistantMessage,
@@ -254,7 +255,7 @@ class ChatFormat(ResponseFormat):
                 ),
             )
             for index, generation in enumerate(generations)
-            for message in [self._message(generation.text)]
+            for message in [self._message(generation)]
         ]
         return ChatCompletionResponse(
             **self.head,
@@ -270,16 +271,18 @@ class ChatFormat(ResponseFormat):
         choice = ChatChunkChoice(index=index, delta=delta, token_ids=[] if self.body.return_token_ids else None)
         return ChatCompletionChunk(**self.head, choices=[choice], prompt_token_ids=self.prompt_ids(generation))
 
-    def _message(self, text: str) -> AssistantMessage:
-        """Return a whole answer."""
+    def _message(self, generation: Generation) -> AssistantMessage:
+        """Return a whole answer, without a call that was cut: a message cannot mark it as half a call."""
         if self._new_reader is None:
-            return AssistantMessage(content=self._echo + text)
-        read = self._new_reader().feed(text, is_last=True)
+            return AssistantMessage(content=self._echo + generation.text)
+        read = self._new_reader().feed(generation.text, is_last=True)
         calls: list[ToolCall] = []
         for part in read.calls:
             if part.id is not None:
                 calls.append(ToolCall(id=part.id, function=FunctionCall(name=part.name)))
             calls[part.number].function.arguments += part.arguments
+        if generation.last.finish_reason == "length" and calls and not is_whole(calls[-1].function.arguments):
+            calls.pop()
         return AssistantMessage(
             content=self._echo + read.content or (None if calls else ""),
             reasoning_content=(read.reasoning or None) if self._has_reasoning else None,

@@ -19,7 +19,7 @@ from cluster.http.openai_format import chat_logprobs, total_usage
 from cluster.http.output_processor import Generation, TextDelta
 from cluster.http.streaming import prepend
 from cluster.http.tokenizer import Tokenizer, text_size
-from cluster.http.tool_calls import CallPart
+from cluster.http.tool_calls import CallPart, is_whole
 from secateur.requests import ChatCompletionRequest
 from secateur.responses import TokenLogprob, new_id
 from secateur.responses_api import (
@@ -73,7 +73,8 @@ class ResponseStore:
         """Return a stored response. Raises HttpError (404)."""
         if (found := self._stored.get(id)) is None:
             raise not_found(
-                f"there is no response {id!r}; this replica keeps the latest {MAX_STORED} in memory, if store is true",
+                f"Response with id {id!r} not found: this replica keeps the latest {MAX_STORED} in memory, if store is "
+                "true",
                 param=param,
             )
         return found
@@ -142,7 +143,7 @@ def in_words_of_responses() -> Iterator[None]:
 
 
 def _renamed(message: str) -> str:
-    for name in ("max_completion_tokens", "max_tokens"):
+    for name in ("max_completion_tokens", "max_tokens", "response_format"):
         message = message.replace(name, NAMES[name])
     return message
 
@@ -200,7 +201,7 @@ class ResponseBuilder:
         read = AnswerPart(content=delta.text)
         if self._reader is not None:
             read = self._reader.feed(delta.text, is_last=delta.finish_reason is not None)
-        if read.reasoning:
+        if read.reasoning and self._has_reasoning:
             events += self._add_reasoning(read.reasoning)
         if read.content:
             events += self._add_text(read.content, delta)
@@ -287,9 +288,11 @@ class ResponseBuilder:
         return [self._told("response.output_item.added", output_index=self._index, item=self._open.model_dump())]
 
     def _close(self, status: Any) -> list[dict[str, Any]]:
-        """Close the open item, if there is one."""
+        """Close the open item, if there is one. As at OpenAI, a call that was cut stays, but is never told as done."""
         item, self._open = self._open, None
         events = []
+        if isinstance(item, OutputCall) and is_whole(item.arguments):
+            status = "completed"
         match item:
             case OutputMessage():
                 [part] = item.content
@@ -302,7 +305,7 @@ class ResponseBuilder:
             case OutputReasoning():
                 place = {"item_id": item.id, "output_index": self._index, "content_index": 0}
                 events = [self._told("response.reasoning_text.done", **place, text=item.content[0].text)]
-            case OutputCall():
+            case OutputCall() if status == "completed":
                 place = {"item_id": item.id, "output_index": self._index, "name": item.name}
                 events = [self._told("response.function_call_arguments.done", **place, arguments=item.arguments)]
             case None:

@@ -186,6 +186,11 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         service.responses.delete(id)
         return _json(DeletedResponse(id=id))
 
+    @app.post("/v1/responses/{id}/cancel", response_model=ResponseObject, responses=errors(400, 404))
+    async def cancel_response(id: str) -> Response:
+        service.responses.get(id)
+        raise BadRequest("Cannot cancel a synchronous response. To end a running one, close its connection", param=None)
+
     @app.get("/v1/responses/{id}/input_items", response_model=InputItems, responses=errors(400, 404))
     async def input_items(id: str, limit: NumEntries = 20, after: After = None, order: Order = "desc") -> Response:
         return _json(service.responses.input_items(id, limit=limit, after=after, order=order))

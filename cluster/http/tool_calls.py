@@ -425,6 +425,15 @@ def _new_id(format: str) -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
+def is_whole(arguments: str) -> bool:
+    """Return whether a call's arguments are JSON; those of a call that was cut are not."""
+    try:
+        json.loads(arguments)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def reader_of_calls(body: ChatCompletionRequest, written: ToolCallFormat | None) -> Callable[[], ToolCallReader] | None:
     """Return what makes the reader of each of a chat's answers; None if they have no calls.
 

@@ -133,6 +133,7 @@ def test_routes_without_a_body_declare_their_errors(own: Callable[..., FakeServi
             ("/v1/models/{model}", "get"): {401, 404},
             ("/v1/responses/{id}", "get"): {401, 404},
             ("/v1/responses/{id}", "delete"): {401, 404},
+            ("/v1/responses/{id}/cancel", "post"): {400, 401, 404},
             ("/v1/responses/{id}/input_items", "get"): {400, 401, 404},
             ("/v1/files", "post"): {400, 401, 404, 413},
             ("/v1/files", "get"): {400, 401, 404},
@@ -168,8 +169,15 @@ def test_api_keys_are_declared_where_they_are_needed(own: Callable[..., FakeServ
     with own(api_key=key).http() as http:
         document = document_of(http)
     secured = {path for path, own in document["paths"].items() if any("security" in op for op in own.values())}
-    stored = ("/v1/responses/{id}", "/v1/responses/{id}/input_items", "/v1/files", "/v1/files/{id}")
-    batches = ("/v1/files/{id}/content", "/v1/batches", "/v1/batches/{id}", "/v1/batches/{id}/cancel")
+    stored = ("/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items")
+    batches = (
+        "/v1/files",
+        "/v1/files/{id}",
+        "/v1/files/{id}/content",
+        "/v1/batches",
+        "/v1/batches/{id}",
+        "/v1/batches/{id}/cancel",
+    )
     assert secured == (
         {*BODIES, *stored, *batches, "/v1/models", "/v1/models/{model}", "/server_info"} if key else set()
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,63 @@ def test_a_demanded_call_is_a_structured_output(
     ):
         create(http, input="Hi", tools=[TOOL], tool_choice=choice)
         assert matches(service.engine.submitted[-1].sampling.constraints.grammar, right, tokenizer.path)
+
+
+DEMANDED = '[{"name": "order", "parameters": {"what": "a pot of tea"}}]'
+
+
+def test_a_call_that_is_cut_is_incomplete_and_not_told_as_done(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """As at OpenAI: the call stays, with what there is of its arguments, and says that it is not complete."""
+    asked = {"input": "Hi", "tools": [TOOL], "tool_choice": "required"}
+    seen: set[tuple[str, str]] = set()
+    with fake_service(tokenizer, tmp_path, writing(tokenizer, DEMANDED)) as own, own.http() as http:
+        for max_tokens in range(1, len(tokenizer.encode(DEMANDED, add_special_tokens=False))):
+            told = events(http, **asked, max_output_tokens=max_tokens)
+            final = told[-1]["response"]
+            assert (told[-1]["type"], final["status"]) == ("response.incomplete", "incomplete")
+            assert final["incomplete_details"] == {"reason": "max_output_tokens"}
+            [item] = final["output"]
+            done = [event for event in told if event["type"] == "response.function_call_arguments.done"]
+            is_whole = item.get("arguments") == '{"what": "a pot of tea"}'
+            assert item["status"] == ("completed" if is_whole else "incomplete")
+            assert [event["arguments"] for event in done] == [item.get("arguments")] * is_whole
+            assert item == told[-2]["item"], "the last event but one closes the item"
+            seen.add((item["type"], item["status"]))
+            whole = create(http, **asked, max_output_tokens=max_tokens)
+            assert [each["status"] for each in whole["output"]] == [item["status"]]
+            again = http.post(PATH, json={"input": "More", "previous_response_id": whole["id"]})
+            assert again.status_code == 200, again.text
+            assert ('"name": "order"' in rendered(tokenizer, own)) == is_whole
+    assert seen == {("message", "incomplete"), ("function_call", "incomplete"), ("function_call", "completed")}
+
+
+def test_a_stored_response_cannot_be_cancelled(http: httpx2.Client) -> None:
+    answer = create(http, input="Hi")
+    refused = http.post(f"{PATH}/{answer['id']}/cancel")
+    assert refused.status_code == 400 and "Cannot cancel a synchronous response" in error_of(refused)["message"]
+    assert http.post(f"{PATH}/resp-0/cancel").status_code == 404
+
+
+def test_fields_of_chats_mean_the_same(http: httpx2.Client, service: FakeService) -> None:
+    sampling = {
+        "top_k": 3, "min_p": 0.1, "temperature": 0.5, "seed": 7, "presence_penalty": 0.5, "frequency_penalty": 0.25,
+        "repetition_penalty": 1.5, "logit_bias": {"5": 1.0}, "stop_token_ids": [9], "ignore_eos": True,
+        "cache_salt": "s", "structured_outputs": {"regex": "a+"}, "stop": "x +", "max_output_tokens": 40,
+    }  # fmt: skip
+    response = http.post(PATH, json={"input": "Hi", "include_stop_str_in_output": True, **sampling})
+    assert response.status_code == 200 and "x-secateur-ignored" not in response.headers
+    assert response.json()["output"][0]["content"][0]["text"].endswith("x +")
+    through_responses = service.engine.submitted[-1]
+    sampling["max_tokens"] = sampling.pop("max_output_tokens")
+    messages = [{"role": "user", "content": "Hi"}]
+    assert http.post("/v1/chat/completions", json={"messages": messages, **sampling}).status_code == 200
+    assert replace(through_responses, id=0) == replace(service.engine.submitted[-1], id=0)
+    for field, value in (("top_k", -2), ("stop", 5), ("logit_bias", {"x": 1.0}), ("structured_outputs", {})):
+        refused = http.post(PATH, json={"input": "Hi", field: value})
+        assert (refused.status_code, str(error_of(refused)["param"]).split(".")[0]) == (400, field)
+    text = {"format": {"type": "json_object"}}
+    refused = http.post(PATH, json={"input": "Hi", "text": text, "structured_outputs": {"regex": "a"}})
+    assert "contradicts text" in error_of(refused)["message"]
 
 
 def test_a_conversation_goes_on(http: httpx2.Client, service: FakeService, tokenizer: Tokenizer) -> None:

@@ -292,11 +292,34 @@ def test_calls_reach_the_client_whole_and_in_a_stream(
         assert (streamed["content"], got, streamed["finish_reason"]) == (content or None, calls, reason or "tool_calls")
 
 
-def test_an_answer_that_is_cut_in_a_call_says_so(answering: Any) -> None:
-    with answering(CALLED) as service, service.http() as http:
-        body = {"messages": [HI], "tools": TOOLS, "max_tokens": 12}
-        choice = http.post(CHAT, json=body).json()["choices"][0]
-        assert choice["finish_reason"] == "length"
+TWO_CALLS = '[{"name": "order", "parameters": {"what": 5}}, {"name": "stop", "parameters": {}}]'
+NAMED = {"tool_choice": {"type": "function", "function": {"name": "order"}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "whole_calls"),
+    [
+        (CALLED, {}, [("order", '{"what": "tea"}')]),
+        (TWO_CALLS, {"tool_choice": "required"}, [("order", '{"what": 5}'), ("stop", "{}")]),
+        ('{"what": "tea, and more"}', NAMED, [("order", '{"what": "tea, and more"}')]),
+    ],
+)
+def test_an_answer_that_is_cut_has_no_half_call(
+    answering: Any, tokenizer: Tokenizer, text: str, asked: Any, whole_calls: Calls
+) -> None:
+    """A whole message cannot mark a call as half; a stream has sent it by then. Both say that they were cut."""
+    with answering(text) as service, service.http() as http:
+        body, numbers = {"messages": [HI], "tools": TOOLS, **asked}, set()
+        for max_tokens in range(1, len(tokenizer.encode(text, add_special_tokens=False))):
+            choice = http.post(CHAT, json={**body, "max_tokens": max_tokens}).json()["choices"][0]
+            calls = choice["message"].get("tool_calls", [])
+            told = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+            assert choice["finish_reason"] == "length" and told == whole_calls[: len(told)]
+            assert calls or choice["message"]["content"] is not None
+            numbers.add(len(told))
+        assert 0 in numbers and len(numbers) >= len(whole_calls)
+        streamed = assembled(stream(http, CHAT, **body, max_tokens=max_tokens - 4)[:-1])
+        assert streamed["finish_reason"] == "length" and streamed["tool_calls"]
 
 
 @pytest.mark.parametrize(
@@ -344,6 +367,11 @@ def test_demanded_calls_follow_their_schemas(
             "no function 'x' in tools; it has order, stop",
         ),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "contradicts tools"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "contradicts tools",
+        ),
         ({"functions": [{"name": "f"}]}, "functions", "write tools"),
     ],
 )
@@ -353,9 +381,17 @@ def test_what_cannot_be_called_is_refused(http: httpx2.Client, asked: Any, param
     assert response.status_code == 400 and error["param"].startswith(param) and words in error["message"]
 
 
-def test_tools_beside_a_format_are_accepted_if_none_is_called(http: httpx2.Client) -> None:
-    body = {"messages": [HI], "tools": TOOLS, "tool_choice": "none", "response_format": {"type": "json_object"}}
-    assert http.post(CHAT, json=body).status_code == 200
+def test_tools_beside_a_format_are_accepted_if_none_is_called_or_calls_are_demanded(
+    http: httpx2.Client, service: FakeService, tokenizer: Tokenizer
+) -> None:
+    for choice, right in (
+        ("none", '{"a": 1}'),
+        ("required", '[{"name": "stop", "parameters": {}}]'),
+        ({"type": "function", "function": {"name": "order"}}, '{"what": "tea"}'),
+    ):
+        body = {"messages": [HI], "tools": TOOLS, "tool_choice": choice, "response_format": {"type": "json_object"}}
+        assert http.post(CHAT, json=body).status_code == 200
+        assert matches(service.engine.submitted[-1].sampling.constraints.grammar, right, tokenizer.path)
 
 
 def test_a_template_of_an_unknown_format_refuses_calls_of_the_models_own_choice(script: Any, tmp_path: Path) -> None:
