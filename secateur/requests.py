@@ -571,7 +571,7 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
     parallel_tool_calls: bool = True
     """The answer may have several calls."""
     include_reasoning: bool = True
-    """Return the reasoning of models that reason, as `reasoning_content`."""
+    """Return the reasoning of models that reason, as `reasoning_content` and as `reasoning`."""
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     """For chat templates that know it, such as `low`, `medium` and `high`."""
 

@@ -83,10 +83,13 @@ class ObjectList(Response, Generic[Entry]):
 
 
 class CompletionTokensDetails(Response):
-    """How many verified draft tokens are in the answer, and how many are not."""
+    """How many verified draft tokens are in the answer, and how many are not, and how many of its tokens are
+    reasoning."""
 
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    reasoning_tokens: int | None = None
+    """Only of models that reason, in chats."""
 
 
 class PromptTokensDetails(Response):
@@ -97,7 +100,8 @@ class PromptTokensDetails(Response):
 
 class Usage(Response):
     """Token counts. `prompt_tokens_details` counts the prompt's tokens that were found in the prefix cache,
-    `completion_tokens_details` the verified draft tokens that are in the answer and those that are not."""
+    `completion_tokens_details` the verified draft tokens that are in the answer and those that are not, and the tokens
+    of reasoning."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -114,11 +118,16 @@ class Usage(Response):
         cached: int | None = None,
         accepted: int | None = None,
         rejected: int = 0,
+        reasoning: int | None = None,
     ) -> Self:
         """Return usage from counts; details that are None are left out."""
         details = None
-        if accepted is not None:
-            details = CompletionTokensDetails(accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected)
+        if accepted is not None or reasoning is not None:
+            details = CompletionTokensDetails(
+                accepted_prediction_tokens=accepted or 0,
+                rejected_prediction_tokens=rejected,
+                reasoning_tokens=reasoning,
+            )
         return cls(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -323,13 +332,15 @@ class ToolCallDelta(Response):
 class AssistantMessage(Response):
     """The message of a chat answer."""
 
-    nullable = frozenset({"content", "refusal"})
+    nullable = frozenset({"content", "refusal", "reasoning"})
 
     role: Literal["assistant"] = "assistant"
     content: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
-    """The model's reasoning, as DeepSeek and vLLM have it."""
+    """The model's reasoning, as DeepSeek has it."""
+    reasoning: str | None = None
+    """The same under vLLM's name."""
     tool_calls: list[ToolCall] | None = None
 
 
@@ -346,6 +357,7 @@ class ChatDelta(Response):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 

@@ -401,7 +401,7 @@ class InputTokensDetails(Response):
 
 
 class OutputTokensDetails(Response):
-    """How many output tokens were reasoning."""
+    """How many output tokens were reasoning, of models that reason."""
 
     reasoning_tokens: int = 0
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from cluster.http.reasoning import ReasoningReader, ends_inside, teaches_reasoning
+from cluster.http.detokenizer import IncrementalDetokenizer
+from cluster.http.reasoning import ReasoningCounter, ReasoningReader, ends_inside, teaches_reasoning
 from cluster.http.tokenizer import Tokenizer
 from cluster.http.tool_calls import (
     TAUGHT_FORMAT,
@@ -83,12 +84,25 @@ class AnswerReaders:
         new_calls = reader_of_calls(body, self._call_format)
         if not self._reasons:
             return None if new_calls is None else lambda: AnswerReader(None, new_calls())
-        begins_inside = ends_inside(self._tokenizer.decode(prompt[-_END_TOKENS:], skip_special_tokens=False))
+        begins_inside = self._ends_inside(prompt)
         return lambda: AnswerReader(
             ReasoningReader(begins_inside=begins_inside), None if new_calls is None else new_calls()
         )
+
+    def counter(
+        self, body: SamplingRequest, prompt: Sequence[int], *, skip_special_tokens: bool
+    ) -> ReasoningCounter | None:
+        """Return what counts the reasoning of one answer; None if nothing tells reasoning apart."""
+        if not self._reasons or not isinstance(body, ChatCompletionRequest):
+            return None
+        detokenizer = IncrementalDetokenizer(self._tokenizer, prompt, skip_special_tokens=skip_special_tokens)
+        return ReasoningCounter(detokenizer, begins_inside=self._ends_inside(prompt))
 
     def read_special_tokens(self, body: SamplingRequest) -> bool:
         """Return whether special tokens in the answer's text mark its calls."""
         may_call = isinstance(body, ChatCompletionRequest) and body.calls == "auto"
         return may_call and shows_special_tokens(self._call_format)
+
+    def _ends_inside(self, prompt: Sequence[int]) -> bool:
+        """Return whether an answer to this prompt begins with reasoning."""
+        return ends_inside(self._tokenizer.decode(prompt[-_END_TOKENS:], skip_special_tokens=False))

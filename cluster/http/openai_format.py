@@ -283,11 +283,16 @@ class ChatFormat(ResponseFormat):
             calls[part.number].function.arguments += part.arguments
         if generation.last.finish_reason == "length" and calls and not is_whole(calls[-1].function.arguments):
             calls.pop()
+        reasoning = self._shown(read.reasoning)
         return AssistantMessage(
             content=self._echo + read.content or (None if calls else ""),
-            reasoning_content=(read.reasoning or None) if self._has_reasoning else None,
+            reasoning_content=reasoning,
+            reasoning=reasoning,
             tool_calls=calls or None,
         )
+
+    def _shown(self, reasoning: str) -> str | None:
+        return reasoning if reasoning and self._has_reasoning else None
 
     def _delta(self, index: int, delta: TextDelta) -> ChatDelta:
         """Return what a delta of a stream adds to the message."""
@@ -304,8 +309,10 @@ class ChatFormat(ResponseFormat):
             )
             for part in read.calls
         ]
-        reasoning = read.reasoning if self._has_reasoning else ""
-        return ChatDelta(content=read.content or None, reasoning_content=reasoning or None, tool_calls=calls or None)
+        reasoning = self._shown(read.reasoning)
+        return ChatDelta(
+            content=read.content or None, reasoning_content=reasoning, reasoning=reasoning, tool_calls=calls or None
+        )
 
     def _ended(self, delta: TextDelta, calls: object) -> TextDelta:
         """Return the last delta, with the reason that an answer with calls has."""
@@ -452,23 +459,32 @@ def total_usage(generations: Sequence[Generation]) -> Usage:
         sum(len(generation.submit.prompt) for generation in firsts),
         sum(len(generation.token_ids) for generation in generations),
         sum(generation.last.num_cached_tokens for generation in firsts),
-        _stats_of(generation.last for generation in generations),
+        [generation.last for generation in generations],
     )
 
 
 def running_usage(generation: Generation, delta: TextDelta) -> Usage:
     """Return the usage of one choice up to `delta`, prompt included (vLLM's `continuous_usage_stats`)."""
-    return _usage(len(generation.submit.prompt), delta.num_tokens, delta.num_cached_tokens, _stats_of([delta]))
+    return _usage(len(generation.submit.prompt), delta.num_tokens, delta.num_cached_tokens, [delta])
 
 
-def _usage(prompt: int, completion: int, cached: int, stats: Sequence[RequestStats]) -> Usage:
+def opening_usage(generation: Generation) -> Usage:
+    """Return the usage of one choice before its first token."""
+    return Usage.of(len(generation.submit.prompt), 0, reasoning=None if generation.reasoning is None else 0)
+
+
+def _usage(prompt: int, completion: int, cached: int, last: Sequence[TextDelta]) -> Usage:
+    """Return the usage of choices by the last delta of each."""
+    stats = _stats_of(last)
     accepted = sum(item.num_accepted_tokens for item in stats)
+    reasoning = [delta.num_reasoning_tokens for delta in last if delta.num_reasoning_tokens is not None]
     return Usage.of(
         prompt,
         completion,
         cached=cached,
         accepted=accepted if stats else None,
         rejected=sum(item.num_verified_tokens for item in stats) - accepted,
+        reasoning=sum(reasoning) if reasoning else None,
     )
 
 

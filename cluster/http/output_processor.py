@@ -15,6 +15,7 @@ from cluster.http.detokenizer import IncrementalDetokenizer, StopStrings
 from cluster.http.errors import BadRequest
 from cluster.http.metrics import Metrics, RequestTimes
 from cluster.http.rate_limits import Caller
+from cluster.http.reasoning import ReasoningCounter
 from cluster.http.resumption import Replay
 from cluster.http.tokenizer import Tokenizer
 from cluster.http.tracing import Trace
@@ -56,6 +57,8 @@ class TextDelta:
     token_ids: Sequence[int] = ()
     num_tokens: int = 0
     """Tokens generated so far, this delta included."""
+    num_reasoning_tokens: int | None = None
+    """Those of them that are reasoning; None = nothing tells reasoning apart."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     scored: Sequence[ScoredToken] = ()
@@ -92,6 +95,8 @@ class Generation:
     """Nothing is returned of the answer: the request is about its prompt."""
     replay: Replay | None = None
     """Knows the tokens that the client has; None = it has none."""
+    reasoning: ReasoningCounter | None = None
+    """Counts the reasoning; None = nothing tells it apart."""
 
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
     """Log probabilities of the prompt's tokens from the second on, if the request asked for them."""
@@ -231,6 +236,7 @@ class Generation:
             text=text,
             token_ids=ids,
             num_tokens=len(self.token_ids),
+            num_reasoning_tokens=None if self.reasoning is None else self.reasoning.feed(ids),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             scored=self._take_scored(is_whole=finish_reason is not None and not isinstance(stop_reason, str)),

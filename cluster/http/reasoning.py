@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from cluster.http.detokenizer import IncrementalDetokenizer
 
 _OPENING, _CLOSING = "<think>", "</think>"
 
@@ -75,6 +79,48 @@ class ReasoningReader:
         self._space = text[len(kept) :]
         self._has_reasoning = self._has_reasoning or bool(kept)
         return kept
+
+
+class ReasoningCounter:
+    """Counts the tokens of one answer's reasoning, without those of the marks around it.
+
+    begins_inside: the prompt ends with the opening mark. Like `ReasoningReader`, it looks for the marks in the text,
+    since a mark may be several tokens.
+    """
+
+    def __init__(self, detokenizer: IncrementalDetokenizer, *, begins_inside: bool) -> None:
+        self.count = 0
+        self._detokenizer = detokenizer
+        self._state = "inside" if begins_inside else "start"  # or in the "answer"
+        self._text = ""  # at the start, or inside the reasoning
+        self._starts: list[int] = []  # where the text of each token of the reasoning begins
+
+    def feed(self, ids: Sequence[int]) -> int:
+        """Read more of the answer's tokens; return the number so far."""
+        for id in ids:
+            if self._state == "answer":
+                break
+            self._read(self._detokenizer.feed([id]))
+        return self.count
+
+    def _read(self, text: str) -> None:
+        """Read the text of one token."""
+        start, self._text = len(self._text), self._text + text
+        if self._state == "start":
+            stripped = self._text.lstrip()
+            if not stripped.startswith(_OPENING):
+                self._state = "start" if _OPENING.startswith(stripped) else "answer"
+                return
+            self._state, self._text, start = "inside", stripped[len(_OPENING) :], 0
+            if not self._text:
+                return
+        self._starts.append(start)
+        end = self._text.find(_CLOSING, max(0, start - len(_CLOSING)))
+        if end >= 0:
+            self._state = "answer"
+        elif held := _overlap(self._text):
+            end = len(self._text) - held
+        self.count = max(self.count, len(self._starts) if end < 0 else bisect_left(self._starts, end))
 
 
 def _overlap(text: str) -> int:

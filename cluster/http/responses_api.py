@@ -222,7 +222,7 @@ class ResponseBuilder:
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(cached_tokens=cached),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputTokensDetails(),
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=generation.last.num_reasoning_tokens or 0),
             total_tokens=usage.total_tokens,
         )
         self.response.status = "incomplete" if is_cut else "completed"

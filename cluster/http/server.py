@@ -40,6 +40,7 @@ from cluster.http.openai_format import (
     ChatFormat,
     CompletionFormat,
     ResponseFormat,
+    opening_usage,
     running_usage,
     total_stats,
     total_usage,
@@ -76,7 +77,6 @@ from secateur.responses import (
     ModelCard,
     ModelList,
     TokenizeResponse,
-    Usage,
 )
 from secateur.responses_api import DeletedResponse, InputItems, ResponseObject, ResponsesRequest
 
@@ -410,7 +410,7 @@ async def _events(
                     continue
                 if (opening := response_format.opening_chunk(index, generation)) is not None:
                     if running:
-                        opening.usage = Usage.of(len(generation.submit.prompt), 0)
+                        opening.usage = opening_usage(generation)
                     yield with_id(opening.sse(), ids.sent(index) if ids else None)
             async for index, delta in prepend(first, rest):
                 if ids is not None:

@@ -247,6 +247,9 @@ class Service:
             message.model_dump(exclude={"content"}, exclude_none=True) | {"content": message.text}
             for message in body.messages or ()
         ]
+        for message in messages:
+            if reasoning := message.get("reasoning") or message.get("reasoning_content"):
+                message.update(reasoning=reasoning, reasoning_content=reasoning)  # templates know either name
         limit = self.text_limit
         limit.check(text_size([messages, variables, tools]), param="messages")
         for number, message in enumerate(messages):
@@ -292,6 +295,7 @@ class Service:
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         self.engine.reserve(submit.id for choices in submits for submit in choices)
+        skip_special_tokens = body.skip_special_tokens and not self.answers.read_special_tokens(body)
         return [
             Generation(
                 submit=submit,
@@ -301,7 +305,8 @@ class Service:
                 number=number,
                 stop=body.stop_strings,
                 include_stop=body.include_stop_str_in_output,
-                skip_special_tokens=body.skip_special_tokens and not self.answers.read_special_tokens(body),
+                skip_special_tokens=skip_special_tokens,
+                reasoning=self.answers.counter(body, submit.prompt, skip_special_tokens=skip_special_tokens),
                 is_empty=body.max_output_tokens == 0,
                 replay=None if place is None else Replay(place),
             )

@@ -559,7 +559,7 @@ def test_openai_reads_a_completion():
     answer = CompletionResponse(
         model="m",
         choices=[CompletionChoice(text="x", finish_reason="stop", token_ids=[1])],
-        usage=Usage.of(3, 10, accepted=9, rejected=6),
+        usage=Usage.of(3, 10, accepted=9, rejected=6, reasoning=4),
         speculative=STATS,
     )
     read = read_as(openai.types.Completion, answer)
@@ -567,6 +567,7 @@ def test_openai_reads_a_completion():
     assert read.usage and read.usage.total_tokens == 13
     assert read.usage.completion_tokens_details
     assert read.usage.completion_tokens_details.accepted_prediction_tokens == 9
+    assert read.usage.completion_tokens_details.reasoning_tokens == 4
     assert read.model_extra and read.model_extra["speculative"]["acceptance_length"] == 2.8
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -10,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.http.reasoning import ReasoningReader
+from cluster.http.detokenizer import IncrementalDetokenizer
+from cluster.http.reasoning import ReasoningCounter, ReasoningReader
 from cluster.http.tokenizer import Tokenizer
 from tests.cluster.http.test_responses_api import events, writing
 from tests.cluster.http.test_tool_calls import CALLED, CHAT, TOOLS, copied_tokenizer
@@ -29,7 +32,29 @@ def read(pieces: list[str], begins_inside: bool) -> tuple[str, str]:
     return "".join(each.reasoning for each in thoughts), "".join(each.answer for each in thoughts)
 
 
-@pytest.mark.parametrize(
+def counted(pieces: list[str], begins_inside: bool) -> list[int]:
+    """Return the count of reasoning tokens after each token; the tokens have these texts."""
+    detokenizer: Any = SimpleNamespace(feed=lambda ids: pieces[ids[0]])
+    counter = ReasoningCounter(detokenizer, begins_inside=begins_inside)
+    return [counter.feed([place]) for place in range(len(pieces))]
+
+
+def num_inside(pieces: list[str], begins_inside: bool) -> int:
+    """Return how many tokens have text between the marks, or come between them without text."""
+    text = "".join(pieces)
+    if not begins_inside and not text.lstrip().startswith("<think>"):
+        return 0
+    opened = 0 if begins_inside else text.index("<think>") + len("<think>")
+    ends = [place for place in range(opened, len(text)) if "</think>".startswith(text[place : place + 8])]
+    closed = ends[0] if ends else len(text) + 1
+    starts = list(accumulate(map(len, pieces), initial=0))
+    return sum(
+        opened <= first < closed or first == last == closed or first < opened < min(last, closed)
+        for first, last in pairwise(starts)
+    )
+
+
+CASES = pytest.mark.parametrize(
     ("text", "begins_inside", "reasoning", "answer"),
     [
         ("<think>\nSo 1 < 2.\n\nOk </thin\n</think>\n\nA </think> ", False, "So 1 < 2.\n\nOk </thin", "A </think> "),
@@ -43,6 +68,22 @@ def read(pieces: list[str], begins_inside: bool) -> tuple[str, str]:
         ("", True, "", ""),
     ],
 )  # fmt: skip
+
+
+@CASES
+@given(data=st.data())
+def test_the_tokens_of_reasoning_are_counted(
+    text: str, begins_inside: bool, reasoning: str, answer: str, data: st.DataObject
+) -> None:
+    cuts = data.draw(st.lists(st.integers(0, len(text))).map(sorted))  # equal ones: a token may have no text
+    pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+    told = counted(pieces, begins_inside)
+    assert told[-1] == num_inside(pieces, begins_inside)
+    assert told == sorted(told), "clients see it grow"
+    assert not reasoning or told[-1] > 0
+
+
+@CASES
 @given(data=st.data())
 def test_an_answer_is_read_the_same_in_any_pieces(
     text: str, begins_inside: bool, reasoning: str, answer: str, data: st.DataObject
@@ -63,20 +104,34 @@ def test_chats_and_responses_tell_reasoning_apart(tmp_path: Path, inside: bool) 
     tokenizer = Tokenizer(str(copied_tokenizer(tmp_path, TEMPLATE)))
     text = ("" if inside else "<think>\n") + f"Hm, tea.\n</think>\n\n{CALLED}"
     body = {"messages": [HI], "tools": TOOLS, "chat_template_kwargs": {"inside": inside}}
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = [detokenizer.feed([id]) for id in tokenizer.encode(text, add_special_tokens=False)]
+    num_tokens = num_inside(pieces, inside)
+    assert num_tokens > 3
     with fake_service(tokenizer, tmp_path, writing(tokenizer, text)) as own, own.http() as http:
-        message = http.post(CHAT, json=body).json()["choices"][0]["message"]
+        whole = http.post(CHAT, json=body).json()
+        message = whole["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("Hm, tea.", "I order.")
+        assert message["reasoning"] == message["reasoning_content"]
+        assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == num_tokens
         assert [call["function"]["name"] for call in message["tool_calls"]] == ["order"]
         assert of_stream(http, **body) == ("Hm, tea.", "I order.", ["order"])
         hidden = http.post(CHAT, json={**body, "include_reasoning": False}).json()["choices"][0]["message"]
         assert "reasoning_content" not in hidden and hidden["content"] == "I order."
         assert of_stream(http, **body, include_reasoning=False)[0] == ""
-        if inside:
-            return  # /v1/responses has no variables of the template
-        told = events(http, input="a")
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = stream(http, CHAT, **body, include_reasoning=False, stream_options=options)[:-1]
+        numbers = [chunk["usage"]["completion_tokens_details"]["reasoning_tokens"] for chunk in chunks]
+        assert numbers[0] == 0 and numbers == sorted(numbers) and set(numbers[-3:]) == {num_tokens}
+        variables = {"chat_template_kwargs": {"inside": inside}}
+        told = events(http, input="a", **variables)
+        assert told[-1]["response"]["usage"]["output_tokens_details"] == {"reasoning_tokens": num_tokens}
         deltas = [event["delta"] for event in told if event["type"] == "response.reasoning_text.delta"]
         kinds = [item["type"] for item in told[-1]["response"]["output"]]
         assert "".join(deltas) == "Hm, tea." and kinds == ["reasoning", "message"]
+        hidden = http.post("/v1/responses", json={"input": "a", "include_reasoning": False, **variables}).json()
+        assert [item["type"] for item in hidden["output"]] == ["message"]
+        assert hidden["usage"]["output_tokens_details"] == {"reasoning_tokens": num_tokens}
         again = http.post("/v1/responses", json={"input": [HI, *told[-1]["response"]["output"], HI]})
         assert again.status_code == 200, again.text
         prompt = tokenizer.decode(own.engine.submitted[-1].prompt)
@@ -106,3 +161,22 @@ def test_the_flag_decides_where_the_template_is_wrong(tmp_path: Path, tokenizer:
         with fake_service(tokenizer, folder, script, reasoning_parser=parser) as own, own.http() as http:
             message = http.post(CHAT, json={"messages": [HI]}).json()["choices"][0]["message"]
             assert (message.get("reasoning_content"), message["content"]) == wanted
+
+
+def test_where_nothing_tells_reasoning_apart_no_tokens_of_it_are_told(http: httpx2.Client) -> None:
+    chat = http.post(CHAT, json={"messages": [HI]}).json()
+    assert "reasoning_tokens" not in chat["usage"]["completion_tokens_details"]
+    message = chat["choices"][0]["message"]
+    assert "reasoning_content" not in message and message["reasoning"] is None, "vLLM's clients read a null"
+    response = http.post("/v1/responses", json={"input": "a"}).json()
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_templates_get_earlier_reasoning_under_both_names(tmp_path: Path, script: Any, name: str) -> None:
+    template = "{% for m in messages %}{{ m.reasoning }}|{{ m.reasoning_content }}|{% endfor %}</think>"
+    tokenizer = Tokenizer(str(copied_tokenizer(tmp_path, template)))
+    with fake_service(tokenizer, tmp_path, script) as own, own.http() as http:
+        said = {"role": "assistant", "content": "a", name: "Hm."}
+        assert http.post(CHAT, json={"messages": [HI, said, HI]}).status_code == 200
+        assert tokenizer.decode(own.engine.submitted[-1].prompt) == "||Hm.|Hm.|||</think>"

@@ -100,7 +100,8 @@ def assembled(events: list[Event]) -> dict[str, Any]:
 
 def counts(usage: dict[str, Any]) -> dict[str, int]:
     """Return the numbers of tokens; which of them were drafted is a matter of the run."""
-    return {key: value for key, value in usage.items() if not key.endswith("details")}
+    reasoning = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+    return {key: value for key, value in usage.items() if not key.endswith("details")} | {"reasoning": reasoning}
 
 
 @pytest.fixture
