@@ -91,6 +91,9 @@ class Generation:
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    scores_all: bool = False
+    """Every delta has the log probabilities of all its tokens, also of tokens without text, or whose text is held back
+    or removed."""
     is_empty: bool = False
     """Nothing is returned of the answer: the request is about its prompt."""
     replay: Replay | None = None
@@ -202,6 +205,8 @@ class Generation:
                 return self._add(chunk, texts, chunk.tokens[:position], "stop", stop)
         if chunk.finish_reason is None:
             return self._add(chunk, texts, chunk.tokens)
+        if self.scores_all and chunk.logprobs is not None and len(visible) < len(chunk.tokens):
+            self._pending.append(ScoredToken(chunk.tokens[-1], chunk.logprobs[-1], self._num_decoded))
         safe, stop = self._check_stop(self._detokenizer.flush(), len(chunk.tokens))
         if stop is not None:
             return self._add(chunk, [*texts, safe], chunk.tokens, "stop", stop)
@@ -239,7 +244,9 @@ class Generation:
             num_reasoning_tokens=None if self.reasoning is None else self.reasoning.feed(ids),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
-            scored=self._take_scored(is_whole=finish_reason is not None and not isinstance(stop_reason, str)),
+            scored=self._take_scored(
+                takes_all=self.scores_all or (finish_reason is not None and not isinstance(stop_reason, str))
+            ),
             num_cached_tokens=chunk.num_cached_tokens,
             num_accepted=num_accepted,
             is_copied=chunk.is_copied,
@@ -249,15 +256,15 @@ class Generation:
         self.scored += self.last.scored
         return self.last
 
-    def _take_scored(self, *, is_whole: bool) -> list[ScoredToken]:
+    def _take_scored(self, *, takes_all: bool) -> list[ScoredToken]:
         """Take the pending log probabilities of tokens whose first character has been returned.
 
         Log probabilities follow the text: text that is held back holds them back, and those of text removed by a stop
-        string, or of a hidden stop token, are dropped. At the end of a choice that no stop string cut (`is_whole`),
-        tokens without text are taken, too.
+        string, or of a hidden stop token, are dropped. At the end of a choice that no stop string cut, and with
+        `scores_all`, all are taken, also those of tokens without text.
         """
         taken = []
-        while self._pending and (is_whole or self._pending[0].offset < len(self.text)):
+        while self._pending and (takes_all or self._pending[0].offset < len(self.text)):
             taken.append(self._pending.popleft())
         return taken
 

@@ -307,6 +307,7 @@ class Service:
                 include_stop=body.include_stop_str_in_output,
                 skip_special_tokens=skip_special_tokens,
                 reasoning=self.answers.counter(body, submit.prompt, skip_special_tokens=skip_special_tokens),
+                scores_all=body.return_token_ids,
                 is_empty=body.max_output_tokens == 0,
                 replay=None if place is None else Replay(place),
             )

@@ -480,6 +480,30 @@ def test_log_probabilities_are_returned_on_request_only(http: httpx2.Client, ser
     assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [1] * 16
 
 
+@pytest.mark.parametrize("more", [{}, {"stop": "x +"}, {"stop": "never", "max_tokens": 8}])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_beside_token_ids_every_token_has_its_log_probability(http: httpx2.Client, path: str, more: Any) -> None:
+    """As in vLLM: trainers need those of the token that ends the answer, too."""
+    prompt = (
+        {"prompt": "a", "logprobs": 1}
+        if "chat" not in path
+        else {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True}
+    )
+    names = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    asked = {**prompt, "max_tokens": 64, **more, **names}
+
+    def named(choice: dict[str, Any]) -> list[str]:
+        told = choice["logprobs"]
+        return told["tokens"] if "chat" not in path else [entry["token"] for entry in told["content"]]
+
+    [choice] = http.post(path, json=asked).json()["choices"]
+    assert named(choice) == [f"token_id:{id}" for id in choice["token_ids"]]
+    assert (choice["token_ids"][-1] == 0) == (more == {}), "the token that ends the answer"
+    chunks = [chunk["choices"][0] for chunk in stream(http, path, **asked)[:-1]]
+    for chunk in chunks[1:] if "chat" in path else chunks:
+        assert named(chunk) == [f"token_id:{id}" for id in chunk["token_ids"]] != []
+
+
 def test_minus_infinity_is_written_as_a_number(tokenizer: Tokenizer) -> None:
     entry = ScoredToken(5, TokenLogprobs(logprob=-math.inf, rank=9, top=[(5, -math.inf)]), 0)
     assert chat_logprobs(tokenizer, [entry]).content[0].logprob == -9999.0
