@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,8 @@ import httpx2
 import pytest
 
 from cluster.http.admission import MAX_RETRY_AFTER_S
+from cluster.http.service import RequestHead
+from secateur.requests import CompletionRequest
 from tests.support.fake_service import CONFIG, FakeService, error_of, wait_for
 
 Own = Callable[..., FakeService]
@@ -135,6 +138,13 @@ def test_an_answer_that_has_begun_is_finished_however_long_it_takes(own: Own) ->
     for stream in (False, True):
         answer = post(running, max_tokens=8, first_token_timeout_s=0.5, stream=stream)
         assert answer.status_code == 200 and "error" not in answer.text
+
+
+def test_a_request_whose_time_passed_while_it_was_tokenized_waits_no_longer() -> None:
+    head = RequestHead(request_id="late", arrival=time.perf_counter() - 10.0)
+    assert head.wait_s(CompletionRequest(prompt="a", first_token_timeout_s=0.5)) == 0.0
+    assert head.wait_s(CompletionRequest(prompt="a", first_token_timeout_s=30.0)) == pytest.approx(20.0, abs=5.0)
+    assert head.wait_s(CompletionRequest(prompt="a")) is None
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1e9, "5"])
