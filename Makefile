@@ -51,7 +51,7 @@ parity: $(VENV)/.installed-test ## the full matrix of comparisons on real engine
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full $(addprefix tests/end_to_end/test_, parity.py constraints_engine.py preemption.py mixed_batch.py simulated_cuda.py captured_classes.py json_schemas.py batch_jobs.py) tests/secateur/test_batch_service.py
 
 mutants: $(VENV)/.installed-mutants ## plant small faults one by one, show those that no quick test notices (MODULES=...; under an hour)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants.run --jobs $(JOBS) $(MODULES)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants.run --jobs $$((2 * $(JOBS))) $(MODULES)  # the front's tests wait as much as they compute
 
 clients: $(VENV)/.installed-test ## other projects' clients against a service; installs each once (some minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.clients.run --environments .clients
