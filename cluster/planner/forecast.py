@@ -195,7 +195,7 @@ def _batch_limit(request: PlanRequest, config: EngineConfig, shards: list[ModelS
     if fits < 1:
         name = request.hardware.name if request.hardware else "num_pages"
         raise ConfigError(
-            f"{name}: weights, a full step's logits and a request of {request.context} tokens do not fit; "
+            f"{name}: weights, graphs, a full step's activations and a request of {request.context} tokens do not fit; "
             "write a larger --tensor-parallel-size, a smaller --context, a smaller --max-num-seqs or smaller trees"
         )
     if fits < config.max_num_seqs:

@@ -199,13 +199,13 @@ def test_without_a_size_the_best_of_the_table_s_is_chosen() -> None:
 
 
 def test_memory_bounds_the_batch() -> None:
-    tiny = HARDWARE["l4"].model_copy(update={"memory_gb": 0.08, "name": "tiny"})
+    tiny = HARDWARE["l4"].model_copy(update={"memory_gb": 0.3, "name": "tiny"})
     found = answer(PlanRequest(hardware=tiny, batches=(1, 64), context=512))
     assert found["max_batch"] < 64 and found["max_batch_reason"].startswith("memory: ")
     assert [line["off"]["batch"] for line in found["batches"]] == [1, found["max_batch"]]
     assert found["max_batch"] == found["kv_pages"] // (-(-(512 + 17) // 16))
-    with pytest.raises(ConfigError, match=r"tiny: weights, a full .* of 512 tokens do not fit"):
-        answer(PlanRequest(hardware=tiny.model_copy(update={"memory_gb": 0.03})))
+    with pytest.raises(ConfigError, match=r"tiny: weights, graphs, .* of 512 tokens do not fit"):
+        answer(PlanRequest(hardware=tiny.model_copy(update={"memory_gb": 0.25})))
 
 
 def test_predictions_from_published_figures_are_marked() -> None:
