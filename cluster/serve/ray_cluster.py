@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 128 << 20  # Secateur stores no objects
 PROCESS_EXIT_TIMEOUT_S = 5.0
+PROXY_START_S = 60
+"""Serve gives its proxy this long to start; by default 5 seconds, which are too few on a busy machine."""
 PROXY_CHECK_PERIOD_S = 1
 """Serve checks its proxy at this interval and replaces it after three failures. By default that takes 30 seconds."""
 
@@ -52,8 +54,11 @@ def local_cluster(signals: StopSignals, progress: Progress) -> Iterator[None]:
     if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         # Ray enables token authentication by default, and would write a token to the user's home without this one.
         environment |= {"RAY_AUTH_TOKEN": _token()}
-    if (period := "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S") not in os.environ:
-        environment |= {period: str(PROXY_CHECK_PERIOD_S)}
+    proxy_times = {
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(PROXY_CHECK_PERIOD_S),
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PROXY_START_S),
+    }
+    environment |= {name: value for name, value in proxy_times.items() if name not in os.environ}
     saved = {name: os.environ.get(name) for name in (*environment, "RAY_AUTH_MODE")}
     os.environ.update(environment)
     others = set(descendants())
