@@ -35,9 +35,9 @@ def preferred_order(session: str, num_running: Mapping[str, int], slack: int) ->
         return [named, *sorted(num_running.keys() - {named})]
     bound = LOAD_FACTOR * sum(num_running.values()) / len(num_running) + slack
 
-    def rank(replica: str) -> tuple[bool, int, bytes]:
-        busy = max(0, num_running[replica] - int(bound))
-        return busy > 0, busy, blake2b(f"{session}\n{replica}".encode(), digest_size=8).digest()
+    def rank(replica: str) -> tuple[int, bytes]:
+        num_beyond = max(0, num_running[replica] - int(bound))
+        return num_beyond, blake2b(f"{session}\n{replica}".encode(), digest_size=8).digest()
 
     return sorted(num_running, key=rank)
 

@@ -30,7 +30,7 @@ MAY_GROW = 1.1
 
 
 class Footprint(NamedTuple):
-    """What the idle service holds."""
+    """Counts what the idle service holds."""
 
     num_processes: int
     megabytes: int  # unique to its processes (USS)

@@ -1,4 +1,4 @@
-"""What a soak run calls growth."""
+"""A soak run names what has grown."""
 
 from __future__ import annotations
 
