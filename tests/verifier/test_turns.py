@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.fakes import Bench, Counting, RandomLanguage, say
-from verifier.turns import next_turn
+from verifier.draft_inputs import DraftInput
+from verifier.tree import chains
+from verifier.turns import Asked, next_turn
 from workers.comm.ipc import Speculation
 from workers.config import PruneConfig, SimulatedCosts, TreeConfig
-from workers.types import SamplingSettings
+from workers.types import DraftProbs, DraftReply, SamplingSettings, TreeTrace
 
 torch.set_num_threads(1)
 
@@ -220,3 +223,57 @@ def test_those_that_rest_the_longest_come_first() -> None:
     assert next_turn(decoding, [a]) == [b, c]  # type: ignore[list-item]
     assert next_turn(decoding, []) == [b, c]
     assert next_turn(decoding, decoding) == []
+
+
+def test_a_reply_is_cut_to_the_requests_that_are_still_there() -> None:
+    """Trees, draft probabilities, counts of pruned nodes and traces, each with the types that the wire has."""
+    everyone: Any = ["stays", "left", "is only fed", "has a long tree"]
+    inputs = {name: DraftInput([1], num, num) for name, num in zip(everyone, (1, 2, 0, 3), strict=True)}
+    plan: Any = SimpleNamespace(inputs=inputs)
+    reply = DraftReply(
+        trees=chains([[10, 11], [20, 21, 22], [30, 31, 32, 33]]),
+        probs=DraftProbs(
+            offsets=int32(0, 1, 1, 3, 3, 3, 3, 5, 5, 6),
+            id_S=int32(11, 21, 22, 32, 39, 33),
+            weight_S=int32(1, 2, 3, 4, 5, 6),
+        ),
+        pruned_GD=int32(0, 7, 1, 8, 2, 9).view(3, 2),
+        num_levels=4,
+        num_run=9,
+        seconds=0.5,
+        trace=trace([10, 11, 20, 30, 31, 35], [-1, 0, -1, -1, 0, 0], 0, 2, 3, 6),
+    )
+    asked = Asked(plan, everyone, sent_s=0.0)
+    kept = asked.only(reply, [everyone[3], everyone[0]])
+    assert_fields(kept.trees, chains([[10, 11], [30, 31, 32, 33]]))
+    ids = DraftProbs(offsets=int32(0, 1, 1, 1, 3, 3, 4), id_S=int32(11, 32, 39, 33), weight_S=int32(1, 4, 5, 6))
+    assert_fields(kept.probs, ids)
+    assert_fields(kept.trace, trace([10, 11, 30, 31, 35], [-1, 0, -1, 0, 0], 0, 2, 5))
+    assert torch.equal(kept.pruned_GD, int32(0, 7, 2, 9).view(2, 2))
+    assert (kept.num_levels, kept.num_run, kept.seconds) == (4, 9, 0.5)
+
+    last = asked.only(reply, [everyone[3]])
+    assert last.trace is not None and last.trace.offsets.tolist() == [0, 3] and last.trace.token_T.tolist()[0] == 30
+    assert asked.only(reply, everyone) is reply
+
+
+def trace(tokens: list[int], parents: list[int], *offsets: int) -> TreeTrace:
+    """A trace with trees of depth 1, and numbers that tell tokens apart."""
+    return TreeTrace(
+        offsets=int32(*offsets),
+        token_T=int32(*tokens),
+        parent_T=int32(*parents),
+        depth_T=int32(*parents) + 1,
+        prob_T=torch.tensor(tokens) / 64,
+        weight_T=torch.tensor(tokens) / 128,
+        reason_T=torch.tensor(tokens, dtype=torch.uint8),
+    )
+
+
+def int32(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def assert_fields(own: Any, expected: Any) -> None:
+    for name in expected.__slots__:
+        torch.testing.assert_close(getattr(own, name), getattr(expected, name), rtol=0, atol=0)

@@ -66,3 +66,17 @@ def test_the_cut_keeps_the_best_nodes_and_the_best_of_each_request(seed: int) ->
     ranked = sorted((n for n, own in enumerate(is_candidate) if own), key=lambda n: (-nodes.weight_N[n], n))
     best = {int(nodes.request_N[n]): n for n in reversed(ranked)}
     assert kept == {n for n, own in enumerate(is_candidate) if not own} | set(ranked[:3]) | set(best.values())
+
+
+def test_of_equal_nodes_the_cut_keeps_the_first() -> None:
+    """Two weights by turns: an unstable sort would mix those of each."""
+    num = 40
+    nodes = trees(np.random.default_rng(0), [num + 1], width=1)
+    nodes = nodes._replace(weight_N=np.tile(np.array([0.5, 0.25], dtype=np.float32), num)[: num + 1])
+    limits = GrowLimits(
+        num_nodes_B=np.full(1, num), max_depth_B=np.full(1, num), min_prob_B=np.zeros(1), path_prob_B=np.zeros(1),
+        rule_B=np.full(1, Rule.COUPLED.value), auto_B=np.ones(1, dtype=np.int32),
+    )  # fmt: skip
+    costs = TreeCostModel(FREE)
+    costs.best_count = lambda ranked_N, draft_ms, fixed: 25  # type: ignore[method-assign]
+    assert np.flatnonzero(cut(nodes, limits, costs, 1.0)).tolist() == [0, *range(1, 10), *range(10, 41, 2)]
