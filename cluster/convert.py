@@ -107,11 +107,13 @@ def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineCon
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from error
     dtype = _dtype(args, config.device, spec)
+    threads, threads_alone = _threads(args, config, dtype)
     config = replace(
         config,
         model_path=str(path),
         dtype=dtype,
-        threads=args.threads or _threads(config, dtype),
+        threads=threads,
+        threads_alone=threads_alone,
         max_model_len=_max_model_len(args, spec),
         eos_token_ids=spec.eos_token_ids,
     )
@@ -317,12 +319,16 @@ def _dtype(args: EngineArgs, device: str, spec: ModelSpec) -> Literal["float32",
             raise ConfigError(Problem("dtype", f"the checkpoint's {other} is not supported; write bfloat16"))
 
 
-def _threads(config: EngineConfig, dtype: str) -> int:
-    """Return the threads of a verifier rank, where they are not given: see `EngineArgs.threads`."""
-    drafts_with_a_model = config.draft is not None and config.draft.method != "ngram"
-    if config.device == "cuda" or dtype != "bfloat16" or drafts_with_a_model:
-        return 1
-    return max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel_size)
+def _threads(args: EngineArgs, config: EngineConfig, dtype: str) -> tuple[int, int]:
+    """Return the threads of a verifier rank beside a drafter that works, and alone: see `EngineArgs.threads`."""
+    if args.threads is not None:
+        return args.threads, args.threads
+    if config.device == "cuda" or dtype != "bfloat16":
+        return 1, 1
+    num_cores, num_verifiers = len(os.sched_getaffinity(0)), config.tensor_parallel_size
+    num_drafters = config.draft_ranks if config.draft is not None and config.draft.method != "ngram" else 0
+    beside = max(1, (num_cores - num_drafters) // num_verifiers)
+    return beside, num_cores if num_verifiers == 1 else beside
 
 
 def _max_model_len(args: EngineArgs, spec: ModelSpec) -> int:

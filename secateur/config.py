@@ -76,8 +76,8 @@ class EngineArgs(Strict):
     enforce_eager: bool = False
     """Do not capture CUDA graphs."""
     threads: PositiveInt | None = None
-    """Threads of a verifier rank on CPU. None: all cores with dtype bfloat16 and no model that drafts, else 1, because
-    most products in float32 run on one thread, and a drafter computes on a core of its own."""
+    """Threads of a verifier rank on CPU. None: 1 in float32, most of whose products run on one thread; in bfloat16 all
+    cores, but for one of each drafter rank in steps that ask something of it."""
     seed: int | None = None
     """Seed for requests that do not set one; None draws one per request."""
     max_model_len: Annotated[int, Field(ge=SHORTEST_REQUEST)] | None = None

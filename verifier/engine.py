@@ -135,6 +135,8 @@ class Engine:
         num_decoding = len(self._decoding())
         plan, drafts, exchange = self._draft(step)
         drafted_at = time.perf_counter()
+        if self._config.threads_alone != self._config.threads:
+            self._target.use_threads(self._config.threads_alone if plan.leaves_drafter_idle else self._config.threads)
         verdicts = self._verify(step, drafts)
         times = StepTimes(exchange.ms if exchange else None, 1e3 * (time.perf_counter() - drafted_at))
         self._commit(step, drafts, verdicts, tree_records(step, drafts, verdicts, times))

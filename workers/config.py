@@ -148,7 +148,9 @@ class EngineConfig:
     enforce_eager: bool = False
     """On CUDA, launch every kernel separately instead of replaying captured graphs."""
     threads: int = 1
-    """Threads of a verifier rank on CPU. A drafter rank has one."""
+    """Threads of a verifier rank on CPU, in steps that ask something of the drafter. A drafter rank has one."""
+    threads_alone: int = 1
+    """The same in all other steps."""
     hang_timeout_s: float = 10.0
     """A rank that shows no sign of life or no progress for this long is killed; 0 = never (see `workers.pulse`)."""
     startup_timeout_s: float = 3600.0

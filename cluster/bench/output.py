@@ -70,14 +70,17 @@ def target_label(plan: Mapping[str, object]) -> str:
     return f"cost-scaled (same function as the bundled target, cost of a {cost} model)" if cost else "as it is"
 
 
-def _threads(number: int) -> str:
+def _threads(config: EngineConfig) -> str:
+    number, alone = config.threads, config.threads_alone
+    if number != alone:
+        return f"threads per verifier rank: {number}, {alone} in steps that ask nothing of the drafter"
     return "one thread per process" if number == 1 else f"{number} threads per verifier rank"
 
 
 def hardware(config: EngineConfig) -> str:
     """Describe the hardware that the engine runs on."""
     if config.device == "cpu":
-        return f"{os.cpu_count()} CPU cores, {platform.machine()}, {_threads(config.threads)}"
+        return f"{os.cpu_count()} CPU cores, {platform.machine()}, {_threads(config)}"
     import torch
 
     shared = ", drafter on the verifier's" if config.draft and config.draft.placement == "colocated" else ""

@@ -31,7 +31,8 @@ class ClockCosts:
     """Simulated costs in milliseconds.
 
     A step of the target takes fixed + row x rows. The drafter takes message + fed x input rows + level x levels +
-    node x nodes. In addition, each request with a tree takes `tree`, which is not part of the start-up profile.
+    node x nodes. In addition, each request with a tree takes `tree`, which is not part of the start-up profile. In
+    steps that ask nothing of the drafter, the target takes `alone` of its time.
     """
 
     fixed: float
@@ -41,10 +42,13 @@ class ClockCosts:
     level: float
     node: float
     tree: float = 0.0
+    alone: float = 1.0
 
     @property
     def rows(self) -> RowCosts:
-        return RowCosts(np.array([1.0, 512.0]), self.fixed + self.row * np.array([1.0, 512.0]))
+        rows_T = np.array([1.0, 512.0])
+        ms_T = self.fixed + self.row * rows_T
+        return RowCosts(rows_T, ms_T, None if self.alone == 1 else self.alone * ms_T)
 
 
 @dataclass(frozen=True)
@@ -80,16 +84,25 @@ class Clock:
         return self.ms / 1e3
 
 
+_ALONE = 2
+"""Threads of a target that is faster while the drafter is idle."""
+
+
 class _Target(Target):
     def __init__(self, clock: Clock, *own: Any) -> None:
         super().__init__(*own)
         self.clock = clock
+        self._share = 1.0
+
+    def use_threads(self, number: int) -> None:
+        self._share = self.clock.costs.alone if number == _ALONE else 1.0
 
     def run(self, step: TargetStep, number: int) -> list[int]:
         costs, attention = self.clock.costs, step.attention
         offsets = attention.query_offsets
         has_tree_B = (attention.ancestors_N[offsets[:-1]] != 0) & (offsets[1:] - offsets[:-1] > 1)
-        self.clock.ms += costs.fixed + costs.row * len(step.token_N) + costs.tree * int(has_tree_B.sum())
+        ms = costs.fixed + costs.row * len(step.token_N) + costs.tree * int(has_tree_B.sum())
+        self.clock.ms += self._share * ms
         return super().run(step, number)
 
 
@@ -158,7 +171,11 @@ class Bench:
 def bench(costs: ClockCosts, row_costs: RowCosts | None = None) -> Iterator[Bench]:
     """Start an engine with trees of 16 nodes. row_costs: the start-up profile, if it differs from `costs`."""
     config = bundled(DYNAMIC, enable_prefix_caching=False)  # because the prompts repeat
-    config = replace(config, num_pages=1 + config.max_num_seqs * (config.max_model_len // config.page_size))
+    config = replace(
+        config,
+        num_pages=1 + config.max_num_seqs * (config.max_model_len // config.page_size),
+        threads_alone=1 if costs.alone == 1 else _ALONE,
+    )
     clock = Clock(costs)
     time = SimpleNamespace(perf_counter=clock.seconds, monotonic=clock.seconds)
     target, proposer = partial(_Target, clock), partial(_Proposer, clock)

@@ -72,6 +72,11 @@ class Plan:
     is_idle: bool
     """Whether drafting is off and no forecast was made."""
 
+    @property
+    def leaves_drafter_idle(self) -> bool:
+        """Return whether nothing is asked of the drafter."""
+        return not self.inputs
+
     def is_drafted(self, request: Request) -> bool:
         """Return whether the request gets a tree from the drafter."""
         return request in self.inputs and self.inputs[request].num_nodes > 0
@@ -159,7 +164,8 @@ class Controller:
         if not able:
             return None, 0.0
         began = time.perf_counter()
-        found = self._lookup.look(able, self._draft_depth, len(step.decode), self._costs.verify_ms_of(step))
+        verify_ms = self._costs.verify_ms_of(step, is_alone=not self._gate.is_on)
+        found = self._lookup.look(able, self._draft_depth, len(step.decode), verify_ms)
         return found, 0.0 if self._costs.is_given else 1e3 * (time.perf_counter() - began)
 
     def _choose(
@@ -205,6 +211,8 @@ class Controller:
             saved_by_lookup_K, copied_K, chains_K = np.cumsum([(0.0, 0, False), *own[::-1]], axis=0)[::-1].T
             saved_K, nodes_K, trees_K = saved_K + saved_by_lookup_K, nodes_K + copied_K, trees_K + chains_K
         verify_ms_K = self._costs.verify_ms(step, nodes_K, trees_K)
+        if not others:
+            verify_ms_K[0] = self._costs.verify_ms(step, nodes_K[0], trees_K[0], is_alone=True)
         return 1 / ((len(step.decode) - saved_K) * (verify_ms_K + draft_ms_K))
 
     def _rows_per_step(self, request: Request) -> float:
@@ -242,7 +250,7 @@ class Controller:
             self._observe_lookup(plan, plan.found, outcome, verify_ms)
         # The first plain step after one with nodes is measured too; otherwise a slow machine would be blamed on nodes.
         if not plan.is_idle or draft_ms or num_nodes or self._had_nodes or self._gate.is_measured:
-            self._costs.observe_step(step, num_nodes, num_trees, verify_ms)
+            self._costs.observe_step(step, num_nodes, num_trees, verify_ms, is_alone=plan.leaves_drafter_idle)
             self._observe_trees(plan, outcome)
         # A step with prompts does not update the costs, so the next plain step must.
         self._had_nodes = num_nodes > 0 or (self._had_nodes and bool(step.prefill))
@@ -260,7 +268,7 @@ class Controller:
         step = outcome.step
         num_tokens = sum(len(verdict.tokens) for verdict in outcome.verdicts[: len(step.decode)])
         plain_steps = num_tokens / len(step.decode) / (plan.found.gain if plan.found else 1.0)
-        plain_ms = float(self._costs.verify_ms(step, 0, 0))
+        plain_ms = float(self._costs.verify_ms(step, 0, 0, is_alone=True))
         self._gate.observe_probe((ms - self._costs.prefill_ms(step)) / plain_ms - plain_steps)
 
     def _observe_exchange(self, plan: Plan, exchange: Exchange) -> float:
@@ -293,7 +301,9 @@ class Controller:
             gain = float(self._tree.mean[0])
             brought = sum(len(verdicts[request].path) - gain for request in copied) / num_tokens
         elif not step.prefill:  # prompts would blur the cost of a draft's rows
-            plain_ms = float(self._costs.verify_ms(step, 0, 0)) / (self._gate.advantage if self._gate.is_on else 1)
+            plain_ms = float(self._costs.verify_ms(step, 0, 0, is_alone=True))
+            if self._gate.is_on:
+                plain_ms /= self._gate.advantage
             brought = num_tokens / len(step.decode) * plain_ms / verify_ms - 1 if copied else 0.0
         else:
             return

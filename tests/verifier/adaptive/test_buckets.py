@@ -92,7 +92,7 @@ def test_start_up_times_buckets_where_there_are_any(monkeypatch, has_graphs):
         return 10 + 0.1 * num_rows
 
     monkeypatch.setattr(profiling, "_timed", took)
-    config = SimpleNamespace(max_num_batched_tokens=100, max_num_seqs=4, tree_rows=8)
+    config = SimpleNamespace(max_num_batched_tokens=100, max_num_seqs=4, tree_rows=8, threads=1, threads_alone=1)
     table = profile(SimpleNamespace(graphs=object() if has_graphs else None), config, 9)  # type: ignore[arg-type]
     sizes = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96] if has_graphs else [1, 2, 3, 4, 6, 9, 13, 19, 28, 42, 63, 94]
     assert asked == [*(n for n in sizes for _ in range(2)), *sizes * 8]

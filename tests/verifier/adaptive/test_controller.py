@@ -144,7 +144,7 @@ def test_a_plain_step_is_measured_behind_one_with_nodes_though_a_prompt_comes_be
         decoding(1),
     )
     measured: list[Step] = []
-    monkeypatch.setattr(controller._costs, "observe_step", lambda step, *own: measured.append(step))
+    monkeypatch.setattr(controller._costs, "observe_step", lambda step, *own, **more: measured.append(step))
     controller.plan(step_of(requests), requests)  # turns drafting off
     controller._had_nodes = True
     without_prompt, with_prompt = step_of(requests), step_of(requests, [(requests[0], PromptChunk(0, 9))])
