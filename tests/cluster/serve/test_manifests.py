@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx2
 import pytest
-import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.manifests import MANIFESTS, ROOT, needs_kubectl, serve_config, service_of
+from tests.support.deployments import START_S, answers, deploying, free_port, wait_for
+from tests.support.manifests import MANIFESTS, needs_kubectl, serve_config, service_of
 
 pytestmark = [needs_kubectl, pytest.mark.serve]
-
-START_S = 240
-OFFERED_CPUS = 8
-"""Two pods have as many; the machine may have fewer, since bundles only count."""
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def adapted(overlay: str, port: int, keys: Path) -> dict[str, Any]:
@@ -39,49 +24,6 @@ def adapted(overlay: str, port: int, keys: Path) -> dict[str, Any]:
     [application] = config["applications"]
     application["args"]["engine_kwargs"]["api_key_file"] = str(keys)
     return config
-
-
-@contextmanager
-def deploying(folder: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Start a Ray; yield a function that applies a configuration to it."""
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "TMPDIR": str(folder),
-        "RAY_OVERRIDE_RESOURCES": f'{{"CPU": {OFFERED_CPUS}}}',
-    }
-    command = [sys.executable, "-m", "tests.cluster.serve.deploy_configs"]
-    with (
-        (folder / "log").open("w") as log,
-        subprocess.Popen(
-            command, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-        ) as process,
-    ):
-
-        def apply(config: dict[str, Any]) -> None:
-            (folder / "config.yaml").write_text(yaml.safe_dump(config))
-            process.stdin.write(f"{folder / 'config.yaml'}\n")
-            process.stdin.flush()
-            assert process.stdout.readline() == "applied\n", (folder / "log").read_text()
-
-        try:
-            yield apply
-        finally:
-            process.stdin.close()
-            process.wait(60)
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.5)
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx2.get(f"{url}/health", timeout=10).status_code == 200
-    except httpx2.HTTPError:
-        return False
 
 
 def replica(url: str) -> str:

@@ -1,4 +1,4 @@
-"""`python -m tests.cluster.serve.deploy_configs` starts a Ray on this machine and applies Serve configurations to it.
+"""`python -m tests.support.deploy_configs` starts a Ray on this machine and applies Serve configurations to it.
 
 It reads the path of a YAML file per line and applies it as KubeRay does, through Serve's controller. It ends with its
 standard input.
