@@ -45,7 +45,7 @@ class Workspace:
     buffers: int = 0
     """Inputs, outputs and plans of CUDA graphs, and the noise cache."""
     captured: int = 0
-    """What passes hold while they are captured: graphs keep that memory."""
+    """Memory that passes hold while they are captured; their graphs keep it."""
     eager: int = 0
     """The most that everything else holds at once: larger passes, logits, sampling."""
     libraries: int = 0

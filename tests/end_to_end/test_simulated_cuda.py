@@ -284,7 +284,7 @@ OTHERS = [
 
 
 ONCE = {"drafter.tree.frontier.columns"}
-"""Where the host waits for the device a single time."""
+"""In each of these places the host waits once for the device."""
 
 
 def jobs(sampling: list[SamplingSettings], *rules: str) -> list[Submit]:

@@ -32,7 +32,7 @@ from workers.models.layers import TensorParallel
 
 
 class Waiting(Protocol):
-    """What a rank waits on for another: a process group or a link."""
+    """A process group or a link, on which a rank waits for another rank."""
 
     def set_timeout(self, timeout: timedelta, /) -> None:
         """Set how long its operations may wait from now on."""
