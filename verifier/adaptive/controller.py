@@ -6,10 +6,10 @@ in which every request gains one token:
 
     (draft_ms(k) + verify_ms(k)) x sum over requests of 1 / (1 + gain_r)
 
-Plain decoding is k = 0. This objective finishes n requests of equal length soonest. Maximising the tokens per
-millisecond of one step would favour a few easy requests, and the others would finish alone. The gate
-(`verifier.adaptive.gate`) switches drafting on and off, and probes it while it is off. The drafter then sizes the trees
-of the chosen k by the same costs (`drafter.tree.cost_model`).
+Plain decoding is k = 0, for which the target may have the cores of an idle drafter. This objective finishes n requests
+of equal length soonest. Maximising the tokens per millisecond of one step would favour a few easy requests, and the
+others would finish alone. The gate (`verifier.adaptive.gate`) switches drafting on and off, and probes it while it is
+off. The drafter then sizes the trees of the chosen k by the same costs (`drafter.tree.cost_model`).
 
 A request without a tree may get a lookup draft (`verifier.adaptive.prompt_lookup`), which needs no message. The gate
 ignores lookup drafts. While drafting is on, a request gets a lookup draft instead of a tree if it is expected to gain
