@@ -104,6 +104,7 @@ def test_usage_is_streamed_on_request_only(service: FakeService, path: str) -> N
             assert "usage" not in response.read().decode()
         *chunks, totals, _ = stream(http, path, **asked, stream_options={"continuous_usage_stats": True})
     assert all("usage" in chunk for chunk in chunks) and totals["choices"] == [] and totals["usage"]
+    assert "speculative" not in totals, "statistics were not asked for"
 
 
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False, "zeta": 1}])
