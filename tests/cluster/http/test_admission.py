@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from cluster.http.admission import MAX_RETRY_AFTER_S
-from cluster.http.service import RequestHead
+from cluster.http.service import RequestHead, Service
 from secateur.requests import CompletionRequest
 from tests.support.fake_service import CONFIG, FakeService, error_of, wait_for
 
@@ -145,6 +145,26 @@ def test_a_request_whose_time_passed_while_it_was_tokenized_waits_no_longer() ->
     assert head.wait_s(CompletionRequest(prompt="a", first_token_timeout_s=0.5)) == 0.0
     assert head.wait_s(CompletionRequest(prompt="a", first_token_timeout_s=30.0)) == pytest.approx(20.0, abs=5.0)
     assert head.wait_s(CompletionRequest(prompt="a")) is None
+
+
+def test_a_request_is_admitted_again_after_it_was_tokenized(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all of its prompts, and with its own limit: others may have come meanwhile, and the queue may be slower."""
+    running, tokenize = own(max_pending=8), Service.tokenize_prompts
+
+    async def meanwhile(*own: Any) -> list[list[int]]:
+        running.client.reserve(range(-7, 0))
+        running.client.service_s = 40.0
+        return await tokenize(*own)
+
+    for fields in ({"prompt": ["a", "b"]}, {"first_token_timeout_s": 5}):
+        with monkeypatch.context() as patch:
+            patch.setattr(Service, "tokenize_prompts", meanwhile)
+            refused = post(running, **fields)
+        assert refused.status_code == 429
+        running.client.release(range(-7, 0))
+        running.client.service_s = 0.0
+    assert not running.engine.submitted
+    assert post(running, prompt=["a", "b"]).status_code == 200
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1e9, "5"])

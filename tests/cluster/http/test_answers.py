@@ -542,6 +542,18 @@ def test_a_shown_stop_token_has_its_log_probability(http: httpx2.Client) -> None
     assert choice["logprobs"]["tokens"][-1] == "<|endoftext|>"
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [("completions", {"prompt": "a"}), ("chat/completions", {"messages": [{"role": "user", "content": "a"}]})],
+)
+def test_special_tokens_are_shown_on_request_only(own: Callable[..., FakeService], path: str, asked: Any) -> None:
+    running = own(script=lambda submit: [[5, 0, 6]])
+    with running.http() as http:
+        for skip, shown in [({}, False), ({"skip_special_tokens": False}, True)]:
+            answer = http.post(f"/v1/{path}", json={**asked, "max_tokens": 3, "ignore_eos": True, **skip})
+            assert ("<|endoftext|>" in answer.raise_for_status().text) is shown
+
+
 def test_every_answer_has_its_own_log_probabilities(http: httpx2.Client) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "n": 2}
     choices = http.post("/v1/chat/completions", json=body).json()["choices"]
