@@ -11,6 +11,7 @@ import pytest
 from cluster.http.errors import BadRequest
 from cluster.http.request_params import RequestLimits, SeedSource, build_submits, derive_seed
 from secateur.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
+from tests.support.fake_service import CONFIG
 from workers.comm.ipc import Speculation, Submit
 from workers.types import Constraints
 
@@ -26,6 +27,11 @@ def first_submit(
 def submit(prompt_length: int = 1, *, bad_words: Any = (), **fields: Any) -> Submit:
     request = CompletionRequest(prompt="x", **fields)
     return first_submit(request, [1] * prompt_length, bad_words=bad_words)
+
+
+def test_without_a_drafter_there_are_no_trees_and_the_rule_is_coupled() -> None:
+    config = replace(CONFIG, draft=None, eos_token_ids=(0,))
+    assert RequestLimits.of(config, max_model_len=100, vocab_size=50) == replace(LIMITS, num_speculative_tokens=0)
 
 
 def test_only_an_explicit_length_can_exceed_the_context() -> None:
