@@ -437,19 +437,22 @@ def clients(http: httpx2.Client) -> float:
 
 def test_interactive_requests_find_room_beside_a_batch(own: Own, tmp_path: Path) -> None:
     running = own(batch_dir=tmp_path, engine={"step_s": 0.005})
-    most = 0
+    most = num_asked = 0
     with running.http() as http:
         batch = create(http, jsonl(*[line(str(n)) for n in range(120)]))
         while http.get(f"/v1/batches/{batch['id']}").json()["status"] not in ENDED:
             assert clients(http) == 0
             most = max(most, running.client.num_pending)
             assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).status_code == 200
+            num_asked += 1
         assert 1 < most <= 4 == running.service.config.max_num_seqs
         metrics = http.get("/metrics").text
         assert (
             'secateur_batch_lines_total{model_name="fake-model",replica="fake-replica",result="completed"} 120.0'
             in metrics
         )
+        [answered] = re.findall(r'^secateur_http_requests_total{.*"/v1/completions".*} (.*)$', metrics, re.MULTILINE)
+        assert float(answered) == num_asked, "a batch's lines are no requests of clients"
 
 
 def test_too_many_requests_are_tried_again_and_not_recorded(own: Own, tmp_path: Path) -> None:

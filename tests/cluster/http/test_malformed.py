@@ -96,7 +96,8 @@ def http(service: FakeService) -> Iterator[httpx2.Client]:
 def test_a_compressed_body_is_refused_by_name(http: httpx2.Client, encoding: str, content: bytes) -> None:
     response = http.post("/v1/completions", content=content, headers={"Content-Encoding": encoding})
     assert response.status_code == 400
-    assert "without Content-Encoding" in error_of(response)["message"]
+    error = error_of(response)
+    assert "without Content-Encoding" in error["message"] and error["code"] == "unsupported_encoding"
 
 
 def test_the_identity_encoding_is_none(http: httpx2.Client) -> None:
