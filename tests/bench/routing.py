@@ -146,7 +146,7 @@ def main() -> None:
     args = parser.parse_args()
     lines = [
         "router | load | requests | prompt tokens cached | of the busier replica | p95 ms | seconds",
-        "---|---|---:|---:|---:|---:|---:",
+        "--- | --- | ---: | ---: | ---: | ---: | ---:",
     ]
     for name, router in ROUTERS.items():
         port = free_port()
