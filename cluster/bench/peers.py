@@ -368,7 +368,7 @@ class PeerContestant:
     async def _over_http(self, jobs: Sequence[GenerationJob], batch: int) -> Turn:
         slots = asyncio.Semaphore(batch)
         assert self._process.url is not None
-        limits = httpx2.Limits(max_connections=None)
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)  # llama.cpp's server closes some
         async with httpx2.AsyncClient(base_url=self._process.url, timeout=ANSWER_S, limits=limits) as http:
 
             async def one(job: GenerationJob) -> Timing:
