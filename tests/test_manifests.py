@@ -246,6 +246,13 @@ def test_the_proxies_of_every_pod_load_our_limits_and_errors() -> None:
     assert f"\nENV {name}={callback}\n" in (MANIFESTS / "Dockerfile").read_text()
 
 
+def test_the_image_finds_dead_proxies_as_soon_as_the_command_does() -> None:
+    from cluster.serve.ray_cluster import DEAD_PEER
+
+    lines = (MANIFESTS / "Dockerfile").read_text().splitlines()
+    assert {f"ENV {name}={value}" for name, value in DEAD_PEER.items()} <= set(lines)
+
+
 @pytest.mark.parametrize("folder", APPLIED, ids=short)
 def test_every_image_has_a_tag_that_never_moves(folder: Path) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

@@ -32,6 +32,14 @@ PROXY_START_S = 60
 PROXY_CHECK_PERIOD_S = 1
 """Serve checks its proxy at this interval and replaces it after three failures. By default that takes 30 seconds."""
 
+DEAD_PEER = {
+    "RAY_core_worker_rpc_server_reconnect_timeout_base_s": "0",
+    "RAY_grpc_client_check_connection_status_interval_milliseconds": "50",
+}
+"""How soon Ray's processes ask whether a peer that cannot be reached is dead. A replica's loop waits until a dead proxy
+was found dead, for one stream after the other. By default each takes a second, and with 30 streams Serve would take the
+replica for dead, too."""
+
 
 @contextmanager
 def ray_cluster(address: str | None, signals: StopSignals, progress: Progress) -> Iterator[None]:
@@ -54,11 +62,12 @@ def local_cluster(signals: StopSignals, progress: Progress) -> Iterator[None]:
     if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         # Ray enables token authentication by default, and would write a token to the user's home without this one.
         environment |= {"RAY_AUTH_TOKEN": _token()}
-    proxy_times = {
+    times = {
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(PROXY_CHECK_PERIOD_S),
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PROXY_START_S),
+        **DEAD_PEER,
     }
-    environment |= {name: value for name, value in proxy_times.items() if name not in os.environ}
+    environment |= {name: value for name, value in times.items() if name not in os.environ}
     saved = {name: os.environ.get(name) for name in (*environment, "RAY_AUTH_MODE")}
     os.environ.update(environment)
     others = set(descendants())

@@ -23,9 +23,14 @@ class Fault:
 
     def strike(self, among: Collection[int]) -> int:
         """Send the signal to the process and return its id. among: processes that do not belong to the service."""
-        [pid] = [pid for pid in descendants() if pid not in among and self.process in (name_of(pid), _title(pid))]
+        [pid] = processes(self.process, among)
         os.kill(pid, self.number)
         return pid
+
+
+def processes(name: str, among: Collection[int]) -> list[int]:
+    """Return the service's processes of this name, sorted. among: as for `Fault.strike`."""
+    return sorted(pid for pid in descendants() if pid not in among and name in (name_of(pid), _title(pid)))
 
 
 def _title(pid: int) -> str:
@@ -37,15 +42,16 @@ def _title(pid: int) -> str:
     return title.partition("::")[2].partition(":")[0].partition(".")[0] if is_running(pid) else ""
 
 
+REPLICA = "ServeReplica"
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 FAULTS = (
     Fault("drafter", "drafter 0", KILL),
     Fault("rank-1", "verifier 1", KILL),
     Fault("rank-0", "verifier 0", KILL),
-    Fault("replica", "ServeReplica", KILL, is_seen=True),
+    Fault("replica", REPLICA, KILL, is_seen=True),
     Fault("proxy", "ProxyActor", KILL, is_seen=True),
     Fault("controller", "ServeController", KILL),
     Fault("drafter-hangs", "drafter 0", STOP),
     Fault("rank-hangs", "verifier 1", STOP),
-    Fault("replica-hangs", "ServeReplica", STOP, is_seen=True),
+    Fault("replica-hangs", REPLICA, STOP, is_seen=True),
 )

@@ -3,7 +3,7 @@
 Rules. Over plain HTTP no request fails when a drafter, a rank or Serve's controller is lost or hangs: the connection
 goes on. When the replica or the proxy is lost, a plain client is told by an error event or a broken connection, never
 by a silent end, and the same tokens come when it asks again. Our own clients and batch jobs never fail. No token is
-wrong, repeated or missing. Afterwards nothing is left behind.
+wrong, repeated or missing. A replica outlives the loss of any other process. Afterwards nothing is left behind.
 
 Exit status: 0 if all rules hold, else 1.
 """
@@ -32,7 +32,7 @@ import httpx2
 from cluster.system.processes import descendants, wait_gone
 from secateur import AsyncClient, Client
 from secateur.config import AppArgs, EngineArgs
-from tests.chaos.faults import FAULTS, Fault
+from tests.chaos.faults import FAULTS, REPLICA, Fault, processes
 from tests.chaos.traffic import (
     BROKEN,
     DONE,
@@ -119,6 +119,7 @@ class Chaos:
             ]
             await until(lambda: all(record.arrivals or record.end for record in records), "a token of every stream")
             num_running = sum(not record.end for record in records)
+            replicas = processes(REPLICA, self._others)
             struck = time.monotonic()
             pid = fault.strike(self._others)
             await asyncio.wait_for(asyncio.gather(*tasks), TIMEOUT_S)
@@ -128,6 +129,8 @@ class Chaos:
             await until(lambda: self._is_whole(http), "the recovery of the service")
         problems = [f"its process {pid} is still there" for pid in wait_gone([pid], timeout_s=5)]
         problems += [] if num_running else ["no stream was running"]
+        if fault.process != REPLICA and processes(REPLICA, self._others) != replicas:
+            problems.append("the replica was replaced, too")
         answered = [record for record in records if record not in broken]
         problems += [problem for record in answered + lines + again if (problem := self._problem_of(record))]
         problems += [
