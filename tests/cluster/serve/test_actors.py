@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,10 +71,24 @@ def test_an_address_without_an_interface_sets_none(address: list[str]) -> None:
     own._starter.close()
 
 
+@pytest.fixture
+def front() -> Iterator[str]:
+    """The address of a front that never says anything: a rank that gets so far waits for it."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/front")
+        listener.listen()
+        yield f"unix:{folder}/front"
+
+
 @pytest.mark.parametrize("has_standby", [True, False])
 def test_a_rank_starts_again_after_each_end_and_its_end_is_told(
-    address: list[str], has_standby: bool, capfd: pytest.CaptureFixture[str]
+    address: list[str],
+    has_standby: bool,
+    capfd: pytest.CaptureFixture[str],
+    front: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(cluster.serve.actors, "report_stage", lambda stage: None)  # it needs Ray
     config = replace(bundled(), standby=has_standby)
     specs = read_specs(config).to_json()
 
@@ -80,7 +97,7 @@ def test_a_rank_starts_again_after_each_end_and_its_end_is_told(
         assert (own._starter.standby_pid is not None) == has_standby
         pids = []
         for why in (None, "verifier 0 gave no sign of life", "unused"):
-            store = await own.start(config.to_json(), specs, env={}, front="unix:/nowhere")
+            store = await own.start(config.to_json(), specs, env={}, front=front)
             assert store.startswith("127.0.0.1:")
             assert own._process is not None
             pids.append(own._process.process.pid)
