@@ -36,9 +36,9 @@ DEAD_PEER = {
     "RAY_core_worker_rpc_server_reconnect_timeout_base_s": "0",
     "RAY_grpc_client_check_connection_status_interval_milliseconds": "50",
 }
-"""How soon Ray's processes ask whether a peer that cannot be reached is dead. A replica's loop waits until a dead proxy
-was found dead, for one stream after the other. By default each takes a second, and with 30 streams Serve would take the
-replica for dead, too."""
+"""Ray's processes ask after 50 ms whether a peer that they cannot reach is dead. When a proxy dies, a replica's event
+loop waits for the answer, for one stream after the other. By default each wait takes a second, and with 30 streams
+Serve would take the replica for dead, too."""
 
 
 @contextmanager

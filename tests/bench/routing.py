@@ -40,11 +40,11 @@ ROUTERS: dict[str, dict[str, Any]] = {
 TURNS = 4
 SOURCE = json.__doc__ + Path(argparse.__file__).read_text()
 CHARACTERS = 1200
-"""Of a conversation's first message: some 400 tokens."""
+"""A conversation's first message has so many, which are some 400 tokens."""
 
 
 class Answer(NamedTuple):
-    """What one request took."""
+    """Tells which replica answered a request, and what that took."""
 
     replica: str
     num_prompt: int
@@ -54,7 +54,7 @@ class Answer(NamedTuple):
 
 
 def configuration(router: dict[str, Any], port: int) -> dict[str, Any]:
-    """Return a Serve configuration with two replicas behind this router."""
+    """Return a Serve configuration with two replicas behind this router; {} is the shipped one."""
     deployment: dict[str, Any] = {"num_replicas": 2}
     if router:
         deployment["request_router_config"] = router
