@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from cluster.http.tokenizer import Tokenizer
 from cluster.http.tokenizer_files import lacking_package
+from cluster.system.cores import num_cores
 from secateur.config import EngineArgs, SpeculativeConfig, resolve_model
 from secateur.errors import ConfigError, Problem
 from secateur.install import install_command
@@ -325,10 +326,10 @@ def _threads(args: EngineArgs, config: EngineConfig, dtype: str) -> tuple[int, i
         return args.threads, args.threads
     if config.device == "cuda" or dtype != "bfloat16":
         return 1, 1
-    num_cores, num_verifiers = len(os.sched_getaffinity(0)), config.tensor_parallel_size
+    cores, num_verifiers = num_cores(), config.tensor_parallel_size
     num_drafters = config.draft_ranks if config.draft is not None and config.draft.method != "ngram" else 0
-    beside = max(1, (num_cores - num_drafters) // num_verifiers)
-    return beside, num_cores if num_verifiers == 1 else beside
+    beside = max(1, (cores - num_drafters) // num_verifiers)
+    return beside, cores if num_verifiers == 1 else beside
 
 
 def _max_model_len(args: EngineArgs, spec: ModelSpec) -> int:

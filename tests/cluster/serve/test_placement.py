@@ -194,7 +194,7 @@ def test_on_cuda_the_checkpoint_s_dtype_is_kept() -> None:
 
 
 def test_products_in_bfloat16_get_the_cores_that_no_drafter_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(7))
+    monkeypatch.setattr("cluster.convert.num_cores", lambda: 7)
 
     def threads(**settings: Any) -> tuple[int, int]:
         config = engine_config(args(device="cpu", **settings))
@@ -209,7 +209,7 @@ def test_products_in_bfloat16_get_the_cores_that_no_drafter_needs(monkeypatch: p
     assert threads(dtype="bfloat16", tensor_parallel_size=2) == (3, 3), "only a single rank knows what is asked"
     assert threads(dtype="bfloat16", threads=3) == threads(threads=3) == (3, 3)
     assert threads(no_speculation=True) == threads() == (1, 1)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
+    monkeypatch.setattr("cluster.convert.num_cores", lambda: 1)
     assert threads(**alone, tensor_parallel_size=2) == threads(dtype="bfloat16") == (1, 1)
     with pytest.raises(ConfigError, match="threads: applies on CPU only; leave it out"):
         engine_config(args(device="cuda", threads=2))
