@@ -2,9 +2,10 @@
 
     python -m tests.gpu.run [--output DIR] [--only smoke twins ...]
 
-Every part is a process with a time limit. Its output goes to DIR/gpu-PART.log while it runs, and its result is appended
-to DIR/gpu.jsonl before the next part begins, so that a machine that is taken away leaves what was shown until then. A
-part that fails or takes too long does not stop the others.
+Tests run first, side by side, for they share the GPU and measure nothing; then benchmarks, one after the other. Every
+part is a process with a time limit. Its output goes to DIR/gpu-PART.log while it runs, and its result is appended to
+DIR/gpu.jsonl when it ends, so that a machine that is taken away leaves what was shown until then. A part that fails or
+takes too long does not stop the others.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ import argparse
 import json
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 TESTS = "tests/gpu/test_gpu.py"
-ON_8B = ("--target-cost", "8b", "--cache", "build/bench")
+CACHE = "build/bench"
+ON_8B = ("--target-cost", "8b", "--cache", CACHE)
+_RECORD = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -32,27 +38,32 @@ class Part:
     command: tuple[str, ...]
 
 
+def tests(*arguments: str) -> tuple[str, ...]:
+    """Return a run of tests that tells the slowest, and where one hangs."""
+    return ("pytest", "--durations=8", "-o", "faulthandler_timeout=100", *arguments)
+
+
 def bench(*arguments: str) -> tuple[str, ...]:
     return ("secateur", "bench", *arguments, "--device", "cuda", "--output", "{output}")
 
 
-PARTS = [
-    Part("smoke", "an engine under auto gives transformers' tokens", 2,
-         ("pytest", "-x", TESTS, "-k", "greedy and auto")),
-    Part("twins", "every kernel against its twin", 4,
-         ("pytest", "tests/gpu/test_gpu_kernels.py", "tests/gpu/test_gpu_rejection.py")),
-    Part("graphs", "replays against eager steps", 3,
-         ("pytest", "tests/gpu/test_gpu_graphs.py", TESTS, "-k", "replayed or neither")),
-    Part("link", "the NCCL link between drafter and verifier", 2, ("pytest", TESTS, "-k", "nccl")),
-    Part("floor", "the verify step of a target padded to 8B, against reading its weights once", 4,
-         bench("step", *ON_8B)),
-    Part("peers", "per-token latency of that target beside generate and assisted generation", 4,
-         bench("latency", *ON_8B, "--contestants", "off,dynamic,auto,generate,assisted")),
-    Part("kernels", "each kernel's time beside its twin's", 2, ("tests.bench.kernels",)),
-    Part("tests", "the other tests of engines", 4,
-         ("pytest", TESTS, "-k", "not (nccl or neither or (greedy and auto))")),
+TOGETHER = [
+    Part("smoke", "an engine under auto gives transformers' tokens", 5, tests("-x", TESTS, "-k", "greedy and auto")),
+    Part("twins", "every kernel against its twin", 6,
+         tests("-n", "6", "tests/gpu/test_gpu_kernels.py", "tests/gpu/test_gpu_rejection.py")),
+    Part("graphs", "replays against eager steps", 5, tests("tests/gpu/test_gpu_graphs.py")),
+    Part("link", "the NCCL link between drafter and verifier", 5, tests(TESTS, "-k", "nccl")),
+    Part("engines", "the other tests of engines", 8, tests(TESTS, "-k", "not nccl and not (greedy and auto)")),
+    Part("weights", "the weights of the padded 8B target, for the benchmarks", 4, ("tests.gpu.weights", CACHE)),
 ]  # fmt: skip
-"""25 minutes at most. What follows in AFTERWARDS takes longer."""
+ALONE = [
+    Part("floor", "the verify step of a target padded to 8B, against reading its weights once", 5,
+         bench("step", *ON_8B)),
+    Part("peers", "per-token latency of that target beside generate and assisted generation", 6,
+         bench("latency", *ON_8B, "--contestants", "off,dynamic,auto,generate,assisted")),
+    Part("kernels", "each kernel's time beside its twin's", 3, ("tests.bench.kernels",)),
+]  # fmt: skip
+"""With those before, 25 minutes at most. What follows in AFTERWARDS takes longer."""
 AFTERWARDS = [
     Part("throughput", "several requests on the 8B target", 15,
          bench("throughput", *ON_8B, "--contestants", "off,dynamic,auto", "--temperatures", "0")),
@@ -82,14 +93,14 @@ def run(part: Part, output: Path) -> bool:
     result = "passed" if status == 0 else "took too long" if status is None else f"failed with status {status}"
     seconds = round(time.monotonic() - began, 1)
     row = {"at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "part": part.name, "result": result, "seconds": seconds}
-    with (output / "gpu.jsonl").open("a") as file:
+    with _RECORD, (output / "gpu.jsonl").open("a") as file:
         file.write(json.dumps(row | {"command": " ".join(part.command)}) + "\n")
     print(f"{part.name}: {result} after {seconds:g} s", flush=True)
     return status == 0
 
 
 def main() -> None:
-    parts = {part.name: part for part in (*PARTS, *AFTERWARDS)}
+    parts = {part.name: part for part in (*TOGETHER, *ALONE, *AFTERWARDS)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("tests/bench/results"))
     parser.add_argument("--only", nargs="+", choices=parts, help="these parts alone")
@@ -100,7 +111,11 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("tests.gpu.run: no CUDA device here, so nothing was shown")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    results = [run(part, options.output) for part in ([parts[name] for name in options.only or parts])]
+    asked = [parts[name] for name in options.only or parts]
+    started = partial(run, output=options.output)
+    with ThreadPoolExecutor(len(TOGETHER)) as pool:
+        results = list(pool.map(started, [part for part in asked if part in TOGETHER]))
+    results += map(started, [part for part in asked if part not in TOGETHER])
     sys.exit(0 if all(results) else 1)
 
 
