@@ -1,6 +1,7 @@
 """`secateur bench`: flags become a plan of `secateur.bench`, which `cluster.bench` runs."""
 
 # No `from __future__ import annotations` here: typer reads the annotations below as objects.
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,6 +59,7 @@ PeersFolder = Annotated[
 @bench_app.callback()
 def bench_root() -> None:
     """Measure what speculation gains."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: engines are stopped, rows so far are kept
 
 
 @bench_app.command("acceptance", cls=Command)

@@ -50,7 +50,7 @@ def bench(*arguments: str) -> tuple[str, ...]:
 TOGETHER = [
     Part("smoke", "an engine under auto gives transformers' tokens", 5, tests("-x", TESTS, "-k", "greedy and auto")),
     Part("twins", "every kernel against its twin", 6,
-         tests("-n", "6", "tests/gpu/test_gpu_kernels.py", "tests/gpu/test_gpu_rejection.py")),
+         tests("-n", "6", "-p", "no:benchmark", "tests/gpu/test_gpu_kernels.py", "tests/gpu/test_gpu_rejection.py")),
     Part("graphs", "replays against eager steps", 5, tests("tests/gpu/test_gpu_graphs.py")),
     Part("link", "the NCCL link between drafter and verifier", 5, tests(TESTS, "-k", "nccl")),
     Part("engines", "the other tests of engines", 8, tests(TESTS, "-k", "not nccl and not (greedy and auto)")),

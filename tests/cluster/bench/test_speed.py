@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -241,6 +242,21 @@ def test_a_quick_comparison_on_a_cost_scaled_target(tmp_path, capsys) -> None:
     assert dynamic.tokens_per_step > 2 and dynamic.draft_ms > 0 and dynamic.ceiling > 0 and dynamic.ceiling_share > 0
     [report] = tmp_path.glob("*.md")
     assert capsys.readouterr().out.strip() == report.read_text().strip() and label in report.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_benchmark_that_is_terminated_keeps_its_rows(tmp_path: Path) -> None:
+    plan = ["--contestants", "off", "--batches", *map(str, range(1, 17)), "--rounds", "3"]
+    command = [sys.executable, "-m", "secateur", "bench", "latency", "--device", "cpu", "--output", str(tmp_path), *plan]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any("batch 1, off" in line for line in process.stderr)
+        process.terminate()
+        process.communicate()
+    [file] = tmp_path.glob("*-latency.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert process.returncode != 0 and rows[0]["batch"] == 1 and len(rows) < 32
 
 
 @pytest.mark.slow
