@@ -302,8 +302,7 @@ def _load(world: World, specs: Specs, kernels: Kernels) -> FeatureProposer | Dra
     assert draft is not None
     dtype = getattr(torch, config.dtype)
     has_graphs = can_capture(kernels, world.device, config.enforce_eager)
-    # Tree graphs serve dynamic trees under `auto`. With tensor parallelism they would have to capture collectives.
-    has_tree_graphs = has_graphs and draft.tree.kind == "dynamic" and world.tp.size == 1
+    has_tree_graphs = has_graphs and world.tp.size == 1  # with tensor parallelism they would capture collectives
     match spec:
         case Eagle3Spec() | FcHeadSpec():
             location = draft.model_path, config.model_path, world.tp, world.device, dtype, kernels

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from drafter.tree.tree_graphs import buckets
 from workers.config import MIN_OUTCOMES, EngineConfig, TreeConfig
 from workers.cuda_graphs import MOST_ROWS, sizes
@@ -49,12 +51,12 @@ def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
 
     logits = V * (item + 4 + 8 * (ranks > 1))  # of a row: as multiplied, in float32, and gathered
     N = tree.num_speculative_tokens
-    if own and tree.kind == "dynamic" and ranks == 1 and (trees := buckets(config.max_num_seqs, N, V)):
+    if own and ranks == 1 and (trees := buckets(config.max_num_seqs, N, V)):
         B = trees[0]
         table = 4 * config.draft_table_width
-        buffers += B * (H * item + 4 * V * (2 + tree.max_depth))
+        buffers += B * (H * item + 4 * V * (2 + tree.longest_path))
         buffers += sum(plan_bytes(shape, n * N, n, table) for n in trees)
-        best = 16 * tree.max_children * -(-V // _BLOCK)
+        best = 16 * tree.num_children * -(-V // _BLOCK)
         captured += pass_bytes(shape, config, B * N) + B * N * (logits + 4 * V + best + cut_bytes(V))
     rows = max_message_rows(config)
     eager_pass = pass_bytes(shape, config, rows) if rows > min(most, MOST_ROWS) else 0
@@ -71,11 +73,6 @@ def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
 
 def widest_level(tree: TreeConfig) -> int:
     """Return the most nodes of a tree that are run through the draft model at once."""
-    match tree.kind:
-        case "chain":
-            return 1
-        case "static":
-            depths = [len(path) for path in tree.static_paths]
-            return max(1, *(depths.count(depth) for depth in depths))
-        case "dynamic":
-            return tree.num_speculative_tokens
+    if tree.kind == "dynamic":
+        return tree.num_speculative_tokens
+    return max(Counter(map(len, tree.paths)).values())

@@ -68,15 +68,21 @@ class TreeConfig:
     prune: PruneConfig = PruneConfig()
 
     @property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """All nodes of a tree whose shape is known beforehand, as `static_paths`; none of a dynamic tree."""
+        if self.kind == "chain":
+            return tuple((0,) * (i + 1) for i in range(self.num_speculative_tokens))
+        return self.static_paths
+
+    @property
+    def num_children(self) -> int:
+        """Most children of a node."""
+        return 1 + max(path[-1] for path in self.paths) if self.paths else self.max_children
+
+    @property
     def longest_path(self) -> int:
         """Depth of the deepest tree of this shape, and so the most draft tokens that a step can accept."""
-        match self.kind:
-            case "dynamic":
-                return self.max_depth
-            case "chain":
-                return self.num_speculative_tokens
-            case "static":
-                return len(self.static_paths[-1])
+        return len(self.paths[-1]) if self.paths else self.max_depth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

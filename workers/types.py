@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike
 from torch import Tensor
 
 from workers.config import PruneThresholds
-from workers.transfer import to_host
+from workers.transfer import all_to_device, to_host
 
 
 class NodeKind(IntEnum):
@@ -238,7 +238,9 @@ class SamplingBatch:
         """Copy from the host to a device without synchronizing."""
         if self.seed_B.device == torch.device(device):
             return self
-        return self._each(lambda column_B: column_B.to(device, non_blocking=True))
+        names = [column.name for column in fields(self)]
+        columns = all_to_device([getattr(self, name).numpy() for name in names], device)
+        return SamplingBatch(**dict(zip(names, columns, strict=True)))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> SamplingBatch:
         return SamplingBatch(**{column.name: change(getattr(self, column.name)) for column in fields(self)})

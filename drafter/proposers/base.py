@@ -28,7 +28,7 @@ from workers.cuda_graphs import Graphs, sizes
 from workers.kernels.select import AttentionPlan
 from workers.kv_cache import KVPool
 from workers.models.base import BaseDecoder
-from workers.transfer import to_device
+from workers.transfer import all_to_device, to_device
 from workers.types import AttentionMetadata, DraftRequest
 
 
@@ -130,7 +130,7 @@ class FeatureProposer:
         """See `Proposer`."""
         device = self._hidden_GRH.device
         index = (frontier.request_F, frontier.parent_row_F, frontier.row_F)
-        g, parent, row = (to_device(rows.astype("int64"), device) for rows in index)
+        g, parent, row = all_to_device([rows.astype("int64") for rows in index], device)
         position_F, attention = self._roots.position_F(frontier) - 1, self._roots.attention(frontier)
         hidden_FH = self._run(torch.from_numpy(frontier.token_F), self._hidden_GRH[g, parent], position_F, attention)
         self._hidden_GRH[g, row] = hidden_FH

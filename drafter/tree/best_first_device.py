@@ -1,4 +1,4 @@
-"""Best-first growth on the device, in static shapes: one CUDA graph grows every level of every tree.
+"""Growth on the device, in static shapes: one CUDA graph grows every level of every tree.
 
     grow_on_device(...) -> NodeTensors      a function of tensors that reads no value on the host
     Levels                                  its steps 2 and 3, in torch (`TorchLevels`) or in Triton
@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from drafter.tree.cost_model import calibrate
-from drafter.tree.frontier import DraftVocabulary, GrowLimits
+from drafter.tree.fixed_shape import FixedShape
+from drafter.tree.frontier import DraftVocabulary, GrowLimits, NodeTensors, RowInputs
 from drafter.tree.score import TopChildren, confidence_tau, top_children
 from drafter.tree.thresholds import passes_min, passes_path
 from workers.config import TreeConfig
@@ -110,26 +111,6 @@ class ScoringParameters(NamedTuple):
     tau_F: Tensor
 
 
-class NodeTensors(NamedTuple):
-    """Nodes [B, R] or candidates [B, C]. An entry of weight 0 is empty, and its other fields are arbitrary."""
-
-    token: Tensor  # int64
-    parent: Tensor  # int64, its row; a root is its own parent
-    depth: Tensor  # int64
-    weight: Tensor  # float32
-    path_prob: Tensor  # float64
-    column: Tensor  # int64, the token's column in the logits
-
-
-class RowInputs(NamedTuple):
-    """The draft model's inputs at all rows but the roots, int64 [B, N] each. Rows without a node have valid ones."""
-
-    token: Tensor
-    position: Tensor
-    ancestors: Tensor  # bitmask over the R rows, itself included
-    old_parent: Tensor  # the row that its parent had at the level before
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticOptions:
     """The choices that a captured graph fixes."""
@@ -139,6 +120,7 @@ class StaticOptions:
     kernels: Kernels
     has_truncation: bool  # some request may have min-p, top-k or top-p
     has_penalties: bool
+    shape: FixedShape | None = None  # of static trees and chains; None = trees grow best-first
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots, because of the cached properties
@@ -223,6 +205,9 @@ class TorchLevels:
     def __init__(self, inputs: GrowInputs, options: StaticOptions) -> None:
         self._inputs, self._options = inputs, options
         self._rows: RowInputs | None = None
+        if options.shape is not None:
+            self.nodes = options.shape.roots(inputs.parameters.token_B)
+            return
         is_root_R = torch.arange(1 + inputs.num_nodes, device=inputs.table.device) == 0
         is_root_BR = is_root_R.expand(len(inputs.table), -1)
         zeros_BR = torch.zeros_like(is_root_BR, dtype=torch.int64)
@@ -242,6 +227,18 @@ class TorchLevels:
             logits_BFV = self._penalized(logits_BFV.float())
         top = self._score(logits_BFV, depth)
         children = _children(self.nodes, depth, top, parameters, self._inputs.fit_D2[depth])
+        if self._options.shape is not None:
+            self._rows = self._options.shape.place(
+                self.nodes,
+                depth,
+                parameters.num_nodes_B,
+                parameters.position_B,
+                token_BC=children.token,
+                weight_BC=children.weight,
+                path_prob_BC=children.path_prob,
+                column_BC=children.column,
+            )
+            return self._rows
         self.nodes, old_parent_BR = _keep_best(self.nodes, children, parameters.num_nodes_B)
         position_BR = parameters.position_B.long()[:, None] + self.nodes.depth
         fields = (self.nodes.token, position_BR, _ancestors(self.nodes.parent, depth + 1), old_parent_BR)
@@ -292,7 +289,7 @@ class TorchLevels:
             log_q_BFV.flatten(0, 1),
             scored_FV,
             inputs.scoring(logits_BFV.shape[1]).tau_F,
-            options.tree.max_children,
+            options.tree.num_children,
             options.vocab,
             options.kernels,
         )

@@ -15,7 +15,8 @@ There are two algorithms, because a threshold and a budget ask for different tre
                                  and serves dynamic trees under `auto` unless they are sampled.
 
 `best_first_device.grow_on_device` is best-first growth again, in static shapes that a CUDA graph can hold: all levels
-of all trees in one replay (`drafter.tree.tree_graphs`), where every request of the message is grown best-first.
+of all trees in one replay (`drafter.tree.tree_graphs`), where every request of the message is grown best-first. It also
+grows static trees and chains, where every request has one without thresholds.
 
 At the end, one cut through all trees under `auto` drops the nodes that cost more to verify than they are worth
 (`drafter.tree.cost_model`). Sampled trees are never cut: their budgets are set before anything is drawn.
@@ -59,6 +60,9 @@ from workers.sampling.logits_processors import constrain
 from workers.sampling.logits_state import LogitsState
 from workers.transfer import to_device
 from workers.types import DraftCosts, DraftProbs, DraftReply, Rule, SamplingBatch, TreeBatch, TreeTrace
+
+_UNCALIBRATED = torch.tensor([[1.0, 0.0]])
+"""The fit of weights that stay as they are."""
 
 Expand = Callable[[Frontier], Tensor | NgramCandidates]
 """Runs a frontier through the draft model and returns its logits [F, V], or n-gram candidates."""
@@ -145,9 +149,10 @@ def grow(
     cost_model = TreeCostModel(costs) if costs is not None else None
     logits_states = logits_states or {}
     is_best_first_B = limits.is_auto_B & ~limits.is_sampled_B & isinstance(policy, DynamicTreePolicy)
-    if tree_graphs is not None and costs is not None and is_best_first_B.all() and _only_penalize(logits_states):
+    fit_D2 = _fit_of_graph(limits, policy, costs)
+    if tree_graphs is not None and fit_D2 is not None and _only_penalize(logits_states):
         assert isinstance(roots, Tensor), "only draft models have tree graphs"
-        grown = tree_graphs(roots, root_token_B, root_index_B, limits, sampling, logits_states, costs.calibration_D2)
+        grown = tree_graphs(roots, root_token_B, root_index_B, limits, sampling, logits_states, fit_D2)
         if grown is not None:
             return _finish(grown, limits, cost_model, traced_B)
 
@@ -213,6 +218,21 @@ def _finish(
     trees = pack_trees(nodes if is_kept_N is None else nodes.rows(is_kept_N), len(pruned_BD))
     trace = None if traced_B is None else trace_trees(nodes, is_kept_N, pruned, traced_B)
     return GrownTrees(trees, pack_probs(sampled, trees), pruned_BD, num_levels, num_run, trace)
+
+
+def _fit_of_graph(limits: GrowLimits, policy: TreePolicy, costs: DraftCosts | None) -> Tensor | None:
+    """Return the calibration [D, 2] under which one graph grows all of these trees; None if none can.
+
+    It takes sampled trees nowhere, dynamic trees under `auto` alone, and static ones without thresholds, since it does
+    not count what they keep out.
+    """
+    if limits.is_sampled_B.any() or (limits.is_auto_B.any() and (costs is None or not limits.is_auto_B.all())):
+        return None
+    if isinstance(policy, DynamicTreePolicy):
+        return costs.calibration_D2 if costs is not None and limits.is_auto_B.all() else None
+    if limits.min_prob_B.any() or limits.path_prob_B.any():
+        return None
+    return costs.calibration_D2 if costs is not None and limits.is_auto_B.any() else _UNCALIBRATED
 
 
 def _only_penalize(logits_states: dict[int, LogitsState]) -> bool:

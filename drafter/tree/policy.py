@@ -118,13 +118,9 @@ class StaticTreePolicy:
 
 def make_tree_policy(config: TreeConfig) -> TreePolicy:
     """Build the policy of a TreeConfig. A chain of N nodes is the static tree (0,), (0, 0), ..."""
-    match config.kind:
-        case "dynamic":
-            return DynamicTreePolicy(config.max_children, config.max_depth)
-        case "chain":
-            return StaticTreePolicy(tuple((0,) * (i + 1) for i in range(config.num_speculative_tokens)))
-        case "static":
-            return StaticTreePolicy(config.static_paths)
+    if config.kind == "dynamic":
+        return DynamicTreePolicy(config.max_children, config.max_depth)
+    return StaticTreePolicy(config.paths)
 
 
 def _typical_subtree(num_levels: int, typical: tuple[float, ...]) -> list[float]:

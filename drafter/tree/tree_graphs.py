@@ -1,4 +1,4 @@
-"""CUDA graphs that grow whole trees: `best_first_device` over static buffers, captured for each bucket of requests.
+"""CUDA graphs that grow whole trees: `grow_on_device` over static buffers, captured for each bucket of requests.
 
     TreeGraphs(run, plan, ...)                       the buffers and the graphs
         .set_roots(roots, features_GH)               where this step's trees begin, set by the draft model's `extend`
@@ -27,6 +27,7 @@ from drafter.tree.best_first_device import (
     TorchLevels,
     grow_on_device,
 )
+from drafter.tree.fixed_shape import FixedShape
 from drafter.tree.frontier import DraftVocabulary, GrowLimits, TreeNodes, TreeRoots, UnprunedTrees
 from drafter.tree.score import child_kinds
 from workers.config import EngineConfig
@@ -100,8 +101,13 @@ class TreeGraphs:
         self._root_position = root_position
         self._tree, self._vocab, self._kernels = config.draft.tree, vocab, kernels
         self._table_width = config.draft_table_width
+        paths, device = self._tree.paths, example_1H.device
+        self._shape = FixedShape(paths, device) if paths else None
+        assert len(paths) in (0, self._tree.num_speculative_tokens)
         sizes = buckets(config.max_num_seqs, self._tree.num_speculative_tokens, vocab.size)
-        B, D, V = max(sizes, default=0), self._tree.max_depth, vocab.size
+        if self._shape is not None and vocab.size < self._tree.num_children:
+            sizes = []
+        B, D, V = max(sizes, default=0), self._tree.longest_path, vocab.size
         self._features_BH = example_1H.new_zeros(B, example_1H.shape[1])
         self._roots_BV = example_1H.new_zeros(B, V, dtype=torch.float32)
         self._noise_BDV = example_1H.new_zeros(B, D, V, dtype=torch.float32)
@@ -109,7 +115,7 @@ class TreeGraphs:
         self._parameters = example_1H.new_zeros(B, len(RowParameters._fields), dtype=torch.float64)
         self._fit_D2 = example_1H.new_zeros(D, 2, dtype=torch.float32)
         self._plans: dict[int, Any] = {n: plan(self._attention(n)) for n in sizes}
-        self._recorder = Recorder(example_1H.device)
+        self._recorder = Recorder(device)
         self._grow: dict[tuple[int, bool, bool], Callable[[], Tensor]] = {}
         for key in ((size, *edits) for size, edits in product(sizes, _LOGITS_EDITS)):
             grow = partial(self._grow_padded, *key)
@@ -160,7 +166,7 @@ class TreeGraphs:
         self._parameters[:num_requests].copy_(torch.from_numpy(table), non_blocking=True)
         self._roots_BV[:num_trees].copy_(roots_GV)
         self._features_BH[:num_trees].copy_(self._root_features_GH)
-        levels = range(self._tree.max_depth)
+        levels = range(self._tree.longest_path)
         self._fit_D2.copy_(torch.from_numpy(fit_D2.numpy().take(levels, axis=0, mode="clip")), non_blocking=True)
         self._fill_noise(has_noise_G.nonzero()[0], root_index_G, sampling)
         if has_penalties:
@@ -179,7 +185,7 @@ class TreeGraphs:
             kind_N=np.where(row == 0, NodeKind.ROOT.value, kind_G[b]).astype(np.uint8),
             path_prob_N=path_prob,
         )
-        num_levels = self._tree.max_depth
+        num_levels = self._tree.longest_path
         return UnprunedTrees(
             nodes=nodes,
             sampled=[],
@@ -203,6 +209,7 @@ class TreeGraphs:
             kernels=self._kernels,
             has_truncation=has_truncation,
             has_penalties=has_penalties,
+            shape=self._shape,
         )
         inputs = GrowInputs(
             features_BH=self._features_BH[:num_requests],
@@ -213,14 +220,14 @@ class TreeGraphs:
             num_nodes=self._tree.num_speculative_tokens,
         )
         levels = make_levels(inputs, options)
-        nodes = grow_on_device(levels, self._roots_BV[:num_requests], read, self._tree.max_depth)
+        nodes = grow_on_device(levels, self._roots_BV[:num_requests], read, self._tree.longest_path)
         return torch.stack([field.double() for field in nodes[:5]])
 
     def _fill_noise(self, noisy: np.ndarray, root_index_G: np.ndarray, sampling: SamplingBatch) -> None:
         """Fill in the noise of the requests `noisy`: the children of depth-d nodes stand for index root + d."""
         if not len(noisy):
             return
-        D = self._tree.max_depth
+        D = self._tree.longest_path
         seeds = sampling.seed_B.numpy()[noisy].repeat(D).tolist()
         indices = (root_index_G[noisy, None] + np.arange(D)).ravel().tolist()
         noise_NV = self._vocab.noise.rows(seeds, indices, self._noise_BDV.device).expand(len(seeds), -1)

@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drafter.tree.best_first_device import GrowInputs, NodeTensors, RowInputs, StaticOptions
+from drafter.tree.best_first_device import GrowInputs, StaticOptions
+from drafter.tree.frontier import NodeTensors, RowInputs
 from workers.kernels.triton_sampling import _log
 
 _BLOCK = 2048
@@ -35,7 +36,7 @@ class TritonLevels:
     def __init__(self, inputs: GrowInputs, options: StaticOptions) -> None:
         self._inputs, self._options = inputs, options
         self._num_nodes = options.tree.num_speculative_tokens
-        self._nodes: NodeTensors | None = None
+        self._nodes = None if options.shape is None else options.shape.roots(inputs.parameters.token_B)
         self._rows: RowInputs | None = None
 
     @property
@@ -61,7 +62,7 @@ class TritonLevels:
         """See `Levels`."""
         inputs, options = self._inputs, self._options
         B, F, V = logits_BFV.shape
-        N, K, device = self._num_nodes, min(options.tree.max_children, V), logits_BFV.device
+        N, K, device = self._num_nodes, min(options.tree.num_children, V), logits_BFV.device
         R = 1 + N
         splits = triton.cdiv(V, _BLOCK)
         floor_F = table = inputs.table
@@ -81,7 +82,7 @@ class TritonLevels:
         weight_BC = torch.empty(B, F * K, dtype=torch.float32, device=device)
         path_prob_BC = torch.empty(B, F * K, dtype=torch.float64, device=device)
         old = self._nodes
-        is_first = old is None
+        is_first = depth == 0
         depth_BR, old_weight_BR, old_path_prob_BR = (
             (column, weight_BC, path_prob_BC) if old is None else (old.depth, old.weight, old.path_prob)
         )
@@ -93,6 +94,19 @@ class TritonLevels:
             IS_FIRST=is_first, HAS_IDS=ids is not None,
             FOUND=triton.next_power_of_2(splits * K), SPLITS=triton.next_power_of_2(splits),
         )  # fmt: skip
+        if options.shape is not None:
+            assert old is not None
+            self._rows = options.shape.place(
+                old,
+                depth,
+                inputs.parameters.num_nodes_B,
+                inputs.parameters.position_B,
+                token_BC=child_2[0],
+                weight_BC=weight_BC,
+                path_prob_BC=path_prob_BC,
+                column_BC=child_2[1],
+            )
+            return self._rows
         state_5 = torch.empty(5, B, R, dtype=torch.int64, device=device)  # token, parent, depth, column, ancestors
         weight_BR = torch.empty(B, R, dtype=torch.float32, device=device)
         path_prob_BR = torch.empty(B, R, dtype=torch.float64, device=device)

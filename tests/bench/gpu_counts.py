@@ -53,7 +53,7 @@ from workers.comm import wire
 from workers.comm.channel import Received
 from workers.comm.ipc import Submit
 from workers.comm.wire import Kind
-from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts
+from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.cuda_graphs import Size, decoder_graphs, fitting, sizes
 from workers.kernels import fused, pointwise
 from workers.types import AttentionMetadata, Constraints, DraftReply, DraftRequest, SamplingSettings, TargetStep
@@ -126,13 +126,16 @@ def calls() -> Table:
         root = Path(folder)
         checkpoints.write_model(root / "target", "qwen2", num_hidden_layers=3)
         checkpoints.write_eagle3(root / "eagle3")
-        for name, sampling in (
-            ("greedy", [SamplingSettings(temperature=0.0)] * 2),
-            ("T=1", [SamplingSettings(seed=seed) for seed in range(2)]),
-            ("top-k and top-p", [SamplingSettings(top_p=0.9, top_k=20, seed=seed) for seed in range(2)]),
-            ("penalties", [SamplingSettings(constraints=Constraints(presence_penalty=0.3), seed=s) for s in range(2)]),
+        greedy = [SamplingSettings(temperature=0.0)] * 2
+        for name, tree, sampling in (
+            ("greedy", AUTO, greedy),
+            ("T=1", AUTO, [SamplingSettings(seed=seed) for seed in range(2)]),
+            ("top-k and top-p", AUTO, [SamplingSettings(top_p=0.9, top_k=20, seed=seed) for seed in range(2)]),
+            ("penalties", AUTO, [SamplingSettings(constraints=Constraints(presence_penalty=0.3))] * 2),
+            ("greedy, a chain of 5", TreeConfig(kind="chain", num_speculative_tokens=5), greedy),
+            ("greedy, trees of a fixed budget", DYNAMIC, greedy),
         ):
-            made = run(config_for(root, "eagle3", AUTO), jobs(sampling, "coupled"))
+            made = run(config_for(root, "eagle3", tree), jobs(sampling, "coupled"))
             yield [name, round(made.num_calls / made.num_steps, 1), made.num_steps]
 
 

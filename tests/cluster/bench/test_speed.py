@@ -248,7 +248,18 @@ def test_a_quick_comparison_on_a_cost_scaled_target(tmp_path, capsys) -> None:
 @pytest.mark.timeout(600)
 def test_a_benchmark_that_is_terminated_keeps_its_rows(tmp_path: Path) -> None:
     plan = ["--contestants", "off", "--batches", *map(str, range(1, 17)), "--rounds", "3"]
-    command = [sys.executable, "-m", "secateur", "bench", "latency", "--device", "cpu", "--output", str(tmp_path), *plan]
+    command = [
+        sys.executable,
+        "-m",
+        "secateur",
+        "bench",
+        "latency",
+        "--device",
+        "cpu",
+        "--output",
+        str(tmp_path),
+        *plan,
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert any("batch 1, off" in line for line in process.stderr)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drafter.tree.frontier import DraftVocabulary, Frontier, GrowLimits, TreeRoots
 from drafter.tree.grow import GrownTrees, grow
-from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy
+from drafter.tree.policy import DynamicTreePolicy, make_tree_policy
 from drafter.tree.tree_graphs import TreeGraphs, buckets
 from tests.support import oracles
 from tests.support.attention_cases import moved
@@ -154,10 +154,12 @@ class Draft:
 class Bench:
     """An uncaptured TreeGraphs that grows batch after batch in the same buffers."""
 
-    def __init__(self, vocab: DraftVocabulary = REDUCED) -> None:
+    def __init__(self, vocab: DraftVocabulary = REDUCED, tree: TreeConfig | None = None) -> None:
         self.draft = Draft([], vocab)
+        assert CONFIG.draft is not None
+        config = CONFIG if tree is None else replace(CONFIG, draft=replace(CONFIG.draft, tree=tree))
         self.tree_graphs = TreeGraphs(
-            lambda *given: self.draft.run(*given), Plan, torch.zeros(1, 1), vocab, TORCH, CONFIG, is_captured=False
+            lambda *given: self.draft.run(*given), Plan, torch.zeros(1, 1), vocab, TORCH, config, is_captured=False
         )
 
     def grown(self, asks: Sequence[Ask], draft_costs: DraftCosts = FREE, **options: Any) -> GrownTrees:
@@ -307,6 +309,64 @@ def test_a_trace_is_the_same_as_of_trees_grown_level_by_level(bench):
     assert at_once.reason_T.any()
 
 
+PATHS: tuple[Path, ...] = (
+    (0,), (1,), (2,),
+    (0, 0), (0, 1), (0, 2), (1, 0), (2, 0),
+    (0, 0, 0), (0, 0, 1), (1, 0, 0),
+    (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1, 0),
+)  # fmt: skip
+FIXED = TreeConfig(kind="static", num_speculative_tokens=NODES, max_depth=DEPTH, static_paths=PATHS)
+
+
+def limits_of(asks: Sequence[Ask], *, auto: Sequence[bool]) -> GrowLimits:
+    names = ("num_nodes", "max_depth", "min_prob", "path_prob", "rule")
+    return oracles.limits(*([getattr(ask, name) for ask in asks] for name in names), auto=list(auto))
+
+
+@pytest.fixture(scope="module")
+def fixed() -> Bench:
+    return Bench(tree=FIXED)
+
+
+@pytest.mark.parametrize("is_auto", [False, True])
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(asks=st.lists(ASK, min_size=1, max_size=5))
+def test_static_trees_equal_those_grown_level_by_level(fixed: Bench, is_auto: bool, asks: list[Ask]) -> None:
+    asks = [replace(ask, min_prob=0.0, path_prob=0.0) for ask in asks]
+    options = {"policy": make_tree_policy(FIXED), "limits": limits_of(asks, auto=[is_auto] * len(asks))}
+    by_level = grown(Draft(asks), **options)
+    at_once = fixed.grown(asks, **options, expand=None)
+    assert (at_once.num_levels, at_once.num_run) == (DEPTH, (DEPTH - 1) * len(asks) * NODES)
+    assert (at_once.pruned_BD == by_level.pruned_BD).all()
+    for b in range(len(asks)):
+        assert tree(at_once, b) == tree(by_level, b)
+        assert weights(at_once, b) == pytest.approx(weights(by_level, b), rel=1e-4, abs=1e-5)
+
+
+def test_a_chain_is_a_static_tree_whatever_its_depth_limit_says() -> None:
+    chain = TreeConfig(kind="chain", num_speculative_tokens=4, max_depth=2)
+    assert (chain.longest_path, chain.num_children, chain.paths[-1]) == (4, 1, (0, 0, 0, 0))
+    assert (FIXED.longest_path, FIXED.num_children, CONFIG.draft.tree.paths) == (DEPTH, 3, ())
+
+
+@pytest.mark.parametrize(
+    ("change", "auto"),
+    [
+        ({"min_prob": 0.1}, [False, False]),
+        ({"path_prob": 0.1}, [True, True]),
+        ({"rule": Rule.TRAVERSAL}, [False, False]),
+        ({}, [True, False]),
+    ],
+    ids=["min", "path", "sampled", "auto for some"],
+)
+def test_thresholds_sampling_and_mixed_batches_are_left_to_growth_by_level(
+    fixed: Bench, change: dict[str, Any], auto: list[bool]
+) -> None:
+    asks = [Ask(), Ask(model=1, **change)]
+    options = {"policy": make_tree_policy(FIXED), "limits": limits_of(asks, auto=auto)}
+    assert fixed.grown(asks, **options).num_run == grown(Draft(asks), **options).num_run
+
+
 def test_every_level_and_row_of_a_tree_counts_as_run(bench):
     got = bench.grown([Ask(num_nodes=1, max_depth=1), Ask(), Ask(path_prob=1.0)])
     assert (got.num_levels, got.num_run) == (DEPTH, 3 * NODES * (DEPTH - 1))
@@ -353,9 +413,8 @@ def other(**changes: Any) -> GrowLimits:
         {"limits": other(auto_B=[1, 0])},
         {"limits": other(rule_B=[Rule.COUPLED, Rule.TRAVERSAL])},
         {"logits_states": {1: Ask(constraints=Constraints(presence_penalty=1.0, logit_bias={3: 9.0})).logits_state}},
-        {"policy": StaticTreePolicy(((0,), (0, 0)))},
     ],
-    ids=["not auto", "sampled", "constrained", "static"],
+    ids=["not auto", "sampled", "constrained"],
 )
 def test_batches_not_all_best_first_grow_level_by_level(bench, options):
     asks = [Ask(), Ask(model=1)]

@@ -10,8 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from drafter.tree.best_first_device import GrowInputs, NodeTensors, RowParameters, StaticOptions, grow_on_device
-from drafter.tree.frontier import DraftVocabulary
+from drafter.tree.best_first_device import GrowInputs, RowParameters, StaticOptions, grow_on_device
+from drafter.tree.fixed_shape import FixedShape
+from drafter.tree.frontier import DraftVocabulary, NodeTensors
 from drafter.tree.tree_graphs import make_levels
 from workers.config import TreeConfig
 from workers.kernels import fused, reference
@@ -55,7 +56,13 @@ class Model:
 
 
 def grown(
-    kernels: Any, batch: list[dict[str, float]], vocab: DraftVocabulary, num_nodes: int = 6, *, flat: bool = False
+    kernels: Any,
+    batch: list[dict[str, float]],
+    vocab: DraftVocabulary,
+    num_nodes: int = 6,
+    *,
+    flat: bool = False,
+    paths: tuple[tuple[int, ...], ...] = (),
 ) -> NodeTensors:
     draw, size = torch.Generator().manual_seed(1), len(batch)
 
@@ -72,11 +79,18 @@ def grown(
         num_nodes=num_nodes,
     )
     options = StaticOptions(
-        tree=TreeConfig(num_speculative_tokens=num_nodes, max_depth=DEPTH, max_children=CHILDREN),
+        tree=TreeConfig(
+            kind="static" if paths else "dynamic",
+            num_speculative_tokens=num_nodes,
+            max_depth=DEPTH,
+            max_children=CHILDREN,
+            static_paths=paths,
+        ),
         vocab=vocab,
         kernels=kernels,
         has_truncation=any(row["top_k"] or row["top_p"] not in (0, 1) or row["min_p"] for row in batch),
         has_penalties=any(row["repetition"] not in (0, 1) for row in batch),
+        shape=FixedShape(paths, torch.device(DEVICE)) if paths else None,
     )
     return grow_on_device(make_levels(inputs, options), roots_BV, Model(vocab.size, 1 + num_nodes, flat).read, DEPTH)
 
@@ -100,6 +114,15 @@ def test_trees_are_those_of_the_torch_twin(name: str) -> None:
     assert RowParameters._fields == tuple(f"{field}_B" for field in PLAIN)
     for vocab in (vocabulary(9, is_reduced=True), vocabulary(11, is_reduced=False)):
         assert_same_trees(grown(fused, BATCHES[name], vocab), grown(reference, BATCHES[name], vocab))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_static_trees_are_those_of_the_torch_twin(name: str) -> None:
+    paths = ((0,), (1,), (2,), (0, 0), (2, 1), (0, 0, 3))
+    for vocab in (vocabulary(9, is_reduced=True), vocabulary(11, is_reduced=False)):
+        got, expected = (grown(kernels, BATCHES[name], vocab, paths=paths) for kernels in (fused, reference))
+        assert_same_trees(got, expected)
+        assert torch.equal(got.parent[0], torch.tensor([0, 0, 0, 0, 1, 3, 4], device=DEVICE))
 
 
 def test_a_row_of_several_blocks_is_merged() -> None:
