@@ -26,7 +26,15 @@ from workers.comm.channel import (
     link_between_devices,
     link_through_host,
 )
-from workers.comm.host_link import HostLink, LinkOffer, connect, connect_through, offer_through
+from workers.comm.host_link import (
+    SPIN_BESIDE_GPU_S,
+    SPIN_S,
+    HostLink,
+    LinkOffer,
+    connect,
+    connect_through,
+    offer_through,
+)
 from workers.config import EngineConfig
 from workers.models.layers import TensorParallel
 
@@ -100,12 +108,12 @@ class World:
 
     def offer_link(self) -> ChannelOffer:
         """Offer a link to the successor of a lost drafter. On verifier 0."""
-        offer = LinkOffer(self.host, self.config.step_timeout_s)
+        offer = LinkOffer(self.host, self.config.step_timeout_s, spin_s=_spin_s(self.config))
         return ChannelOffer(offer, me=self.role, peer=self.config.role_of(self.config.tensor_parallel_size))
 
     def connected(self, address: str) -> World:
         """Return this world with a link to verifier 0, which offers it at `address`. On a drafter's first rank."""
-        link = connect(address, self.config.idle_timeout_s)
+        link = connect(address, self.config.idle_timeout_s, spin_s=_spin_s(self.config))
         return replace(self, link=link_through_host(link, me=self.role, peer=self.config.role_of(0)))
 
 
@@ -230,9 +238,14 @@ def _peers(
 
 def _host_link(config: EngineConfig, rank: int, store: dist.Store, host: str) -> HostLink:
     """Open this rank's end of the host link. Verifier 0 listens at the store's address, which is its own."""
+    timeout_s, spin_s = config.startup_timeout_s, _spin_s(config)
     if rank == 0:
-        return offer_through(store, host, config.startup_timeout_s, config.startup_timeout_s)
-    return connect_through(store, config.startup_timeout_s)
+        return offer_through(store, host, timeout_s, timeout_s, spin_s=spin_s)
+    return connect_through(store, timeout_s, spin_s=spin_s)
+
+
+def _spin_s(config: EngineConfig) -> float:
+    return SPIN_S if config.device == "cpu" else SPIN_BESIDE_GPU_S
 
 
 def _device_link(

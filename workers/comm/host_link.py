@@ -23,6 +23,8 @@ from torch import Tensor
 
 SPIN_S = 200e-6
 """How long a receiver polls before it sleeps. A reply that takes longer costs a wake-up, some 50 us."""
+SPIN_BESIDE_GPU_S = 30e-3
+"""The same where models run on GPUs: a step is short there, and the core would be idle."""
 _TOKEN_BYTES = 32
 _STORE_KEY = "host_link"
 
@@ -97,10 +99,14 @@ class LinkOffer:
     """A link to which one peer may connect. A thread waits for it, so the caller never does.
 
     host: address to listen on for a peer on another node. timeout_s: of the link's operations. connect_timeout_s: how
-    long to wait for the peer; None = forever. `address` tells the peer where to connect, and holds a secret.
+    long to wait for the peer; None = forever. spin_s: see `SPIN_S`. `address` tells the peer where to connect, and
+    holds a secret.
     """
 
-    def __init__(self, host: str, timeout_s: float, connect_timeout_s: float | None = None) -> None:
+    def __init__(
+        self, host: str, timeout_s: float, connect_timeout_s: float | None = None, *, spin_s: float = SPIN_S
+    ) -> None:
+        self._spin_s = spin_s
         token = secrets.token_hex(_TOKEN_BYTES)
         self._timeout_s, self._connect_timeout_s = timeout_s, connect_timeout_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -122,7 +128,7 @@ class LinkOffer:
 
     def accepted(self) -> HostLink | None:
         """Return the link if the peer has connected; None if it has not. Never waits."""
-        return None if self._connection is None else HostLink(self._connection, self._timeout_s)
+        return None if self._connection is None else HostLink(self._connection, self._timeout_s, self._spin_s)
 
     def wait(self) -> HostLink:
         """Wait for the peer. Raises TimeoutError."""
@@ -158,24 +164,26 @@ class LinkOffer:
                     connection.close()
 
 
-def offer_through(store: Store, host: str, timeout_s: float, connect_timeout_s: float) -> HostLink:
+def offer_through(
+    store: Store, host: str, timeout_s: float, connect_timeout_s: float, *, spin_s: float = SPIN_S
+) -> HostLink:
     """Offer a link through the store and wait for the peer. Verifier 0 calls it at start-up."""
-    offer = LinkOffer(host, timeout_s, connect_timeout_s)
+    offer = LinkOffer(host, timeout_s, connect_timeout_s, spin_s=spin_s)
     store.set(_STORE_KEY, offer.address)
     return offer.wait()
 
 
-def connect_through(store: Store, timeout_s: float) -> HostLink:
+def connect_through(store: Store, timeout_s: float, *, spin_s: float = SPIN_S) -> HostLink:
     """Connect to the link that the store names. Drafter 0 calls it at start-up."""
-    return connect(store.get(_STORE_KEY).decode(), timeout_s)
+    return connect(store.get(_STORE_KEY).decode(), timeout_s, spin_s=spin_s)
 
 
-def connect(address: str, timeout_s: float) -> HostLink:
+def connect(address: str, timeout_s: float, *, spin_s: float = SPIN_S) -> HostLink:
     """Connect to the `address` of a LinkOffer, on the same node if it is there."""
     place = json.loads(address)
     connection = _connected(place)
     connection.sendall(place["token"].encode())
-    return HostLink(connection, timeout_s)
+    return HostLink(connection, timeout_s, spin_s)
 
 
 def _connected(place: dict) -> socket.socket:
