@@ -62,6 +62,7 @@ ALONE = [
     Part("peers", "per-token latency of that target beside generate and assisted generation", 6,
          bench("latency", *ON_8B, "--contestants", "off,dynamic,auto,generate,assisted")),
     Part("kernels", "each kernel's time beside its twin's", 3, ("tests.bench.kernels",)),
+    Part("profile", "each kernel's share of a verify step and of a tree", 3, ("tests.bench.gpu_profile",)),
 ]  # fmt: skip
 """With those before, 25 minutes at most. What follows in AFTERWARDS takes longer."""
 AFTERWARDS = [
