@@ -5,7 +5,9 @@ requests wait for KV pages, as many as run. With all places taken and q requests
 when q + 1 others have ended, and one ends every `service_s / places` seconds (`service_s`: how long a request has been
 in the batch, on average). Nothing is estimated before the first request has ended.
 
-A refusal costs next to nothing: `refusal` is also asked before a body is read, see `middleware`.
+A refusal costs next to nothing: `refusal` is also asked before a body is read, see `middleware`. Where priorities
+decide, an urgent request counts only those before it, or a flood of others would keep it out. All priorities together
+may then hold twice as many.
 """
 
 from __future__ import annotations
@@ -31,12 +33,20 @@ class Admission:
     """Decides on requests by the engine's health, its queue, its KV pages and how long a request would wait.
 
     max_pending: choices running or waiting beyond which all are refused; None = `PENDING_PER_PLACE` per place.
+    has_priorities: requests are served by priority, so only those before a request count.
     """
 
     def __init__(
-        self, engine: EngineClient, tokenizer_pool: TokenizerPool, max_num_seqs: int, max_pending: int | None = None
+        self,
+        engine: EngineClient,
+        tokenizer_pool: TokenizerPool,
+        max_num_seqs: int,
+        max_pending: int | None = None,
+        *,
+        has_priorities: bool = False,
     ) -> None:
         self._engine = engine
+        self._has_priorities = has_priorities
         self._tokenizer_pool = tokenizer_pool
         self._max_num_seqs = max_num_seqs
         self.max_pending = max_pending or PENDING_PER_PLACE * max_num_seqs
@@ -53,8 +63,10 @@ class Admission:
         if (refusal := self.refusal(num_choices, priority=priority, wait_s=wait_s)) is not None:
             raise refusal
 
-    def refusal(self, num_choices: int = 1, *, priority: int = 0, wait_s: float | None = None) -> HttpError | None:
-        """Return why a request may not join; None if it may.
+    def refusal(
+        self, num_choices: int = 1, *, priority: int | None = None, wait_s: float | None = None
+    ) -> HttpError | None:
+        """Return why a request may not join; None if it may. A priority of None is not known yet.
 
         503: engine or tokenizer workers are down. 429: too many choices are pending, or, at this priority, the request
         would wait for longer than `wait_s`.
@@ -64,10 +76,16 @@ class Admission:
         if not (health := self._tokenizer_pool.health()).ok:
             return unavailable(health.reason)
         num_pending, limit = self._engine.num_pending, self._limit()
+        most = limit * (1 + self._has_priorities)
         # With nothing pending the pages are free again, and a request of many choices must not wait for ever.
-        if num_pending and num_pending + num_choices > limit:
-            return self._too_many(f"{num_pending} of at most {limit} requests are pending; try later")
-        if wait_s is not None and (estimate_s := self._wait_s(self._engine.num_before(priority))) > wait_s:
+        if num_pending and num_pending + num_choices > most:
+            return self._too_many(f"{num_pending} of at most {most} requests are pending; try later")
+        if priority is None:
+            return None
+        num_before = self._engine.num_before(priority)
+        if num_before and num_before + num_choices > limit:
+            return self._too_many(f"{num_before} of at most {limit} requests come before this one; try later")
+        if wait_s is not None and (estimate_s := self._wait_s(num_before)) > wait_s:
             return self._too_many(
                 f"a place is free in about {estimate_s:.1f} s, too late for the request's first_token_timeout_s; "
                 "try later"

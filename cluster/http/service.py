@@ -129,7 +129,13 @@ class Service:
         self.metrics = metrics.Metrics(self.model_id, self.replica, lambda: self.engine.stats)
         if self.batch_dir is not None:
             self.batches = BatchService(self.batch_dir, model=self.model_id)
-        self.admission = Admission(self.engine, self.tokenizer_pool, self.config.max_num_seqs, self.max_pending)
+        self.admission = Admission(
+            self.engine,
+            self.tokenizer_pool,
+            self.config.max_num_seqs,
+            self.max_pending,
+            has_priorities=self.config.scheduling_policy == "priority",
+        )
 
     @property
     def limits(self) -> RequestLimits:

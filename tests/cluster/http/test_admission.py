@@ -187,6 +187,17 @@ def test_an_urgent_request_waits_only_for_those_before_it(own: Own) -> None:
     assert sorted(submit.priority for submit in running.engine.submitted) == [4, 5, 5, 5, 5, 5, 5]
 
 
+def test_a_flood_of_less_urgent_requests_does_not_refuse_an_urgent_one(own: Own) -> None:
+    running = own(config=replace(CONFIG, scheduling_policy="priority"), max_pending=4)
+    with waiting(running, 4, priority=5):
+        refused = post(running, priority=5)
+        assert refused.status_code == 429 and "4 of at most 4 requests come before" in error_of(refused)["message"]
+        with waiting(running, 4, priority=1) as urgent:
+            refused = post(running, priority=-9)
+            assert refused.status_code == 429 and "8 of at most 8 requests are pending" in error_of(refused)["message"]
+        assert urgent == [200] * 4
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_a_priority_is_refused_where_arrival_decides(http: httpx2.Client, path: str) -> None:
     body = BODIES[path]
