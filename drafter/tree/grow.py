@@ -223,16 +223,16 @@ def _finish(
 def _fit_of_graph(limits: GrowLimits, policy: TreePolicy, costs: DraftCosts | None) -> Tensor | None:
     """Return the calibration [D, 2] under which one graph grows all of these trees; None if none can.
 
-    It takes sampled trees nowhere, dynamic trees under `auto` alone, and static ones without thresholds, since it does
-    not count what they keep out.
+    It grows no sampled trees, dynamic ones under `auto` alone, and static ones without thresholds alone, since it does
+    not count what thresholds keep out.
     """
-    if limits.is_sampled_B.any() or (limits.is_auto_B.any() and (costs is None or not limits.is_auto_B.all())):
+    is_dynamic = isinstance(policy, DynamicTreePolicy)
+    has_thresholds = limits.min_prob_B.any() or limits.path_prob_B.any()
+    if limits.is_sampled_B.any() or (has_thresholds and not is_dynamic):
         return None
-    if isinstance(policy, DynamicTreePolicy):
-        return costs.calibration_D2 if costs is not None and limits.is_auto_B.all() else None
-    if limits.min_prob_B.any() or limits.path_prob_B.any():
-        return None
-    return costs.calibration_D2 if costs is not None and limits.is_auto_B.any() else _UNCALIBRATED
+    if limits.is_auto_B.all():
+        return None if costs is None else costs.calibration_D2
+    return None if is_dynamic or limits.is_auto_B.any() else _UNCALIBRATED
 
 
 def _only_penalize(logits_states: dict[int, LogitsState]) -> bool:
