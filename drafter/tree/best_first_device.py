@@ -12,6 +12,8 @@ A tree has 1 + N rows, whether they hold a node or not; a row without a node has
     2. score    the children of the nodes that the last level added, under the penalties of their own paths
     3. keep     the best of tree and children of each request: the next tree, breadth-first, row 0 the root
 
+Trees that do not grow best-first have another third step (`drafter.tree.device_rows`).
+
 All rows are computed anyway. So a node is simply computed again at every level, in whatever row it is now, and neither
 its keys and values nor the features for its children have to be moved there. For the same reason the cost model is not
 consulted while a tree grows: every kept node is run, as long as there are levels. The result is the best tree there is,
@@ -33,8 +35,7 @@ import torch
 from torch import Tensor
 
 from drafter.tree.cost_model import calibrate
-from drafter.tree.fixed_shape import FixedShape
-from drafter.tree.frontier import DraftVocabulary, GrowLimits, NodeTensors, RowInputs
+from drafter.tree.frontier import DraftVocabulary, GrowLimits
 from drafter.tree.score import TopChildren, confidence_tau, top_children
 from drafter.tree.thresholds import passes_min, passes_path
 from workers.config import TreeConfig
@@ -111,6 +112,55 @@ class ScoringParameters(NamedTuple):
     tau_F: Tensor
 
 
+class NodeTensors(NamedTuple):
+    """Nodes [B, R] or candidates [B, C]. An entry of weight 0 is empty, and its other fields are arbitrary."""
+
+    token: Tensor  # int64
+    parent: Tensor  # int64, its row; a root is its own parent
+    depth: Tensor  # int64
+    weight: Tensor  # float32
+    path_prob: Tensor  # float64
+    column: Tensor  # int64, the token's column in the logits
+
+
+class RowInputs(NamedTuple):
+    """The draft model's inputs at all rows but the roots, int64 [B, N] each. Rows without a node have valid ones."""
+
+    token: Tensor
+    position: Tensor
+    ancestors: Tensor  # bitmask over the R rows, itself included
+    old_parent: Tensor  # the row that its parent had at the level before
+
+
+class Candidates(NamedTuple):
+    """A level's candidate children [B, F K], in the order of their parents. A weight of 0 = not to be drafted."""
+
+    token: Tensor  # int64
+    weight: Tensor  # float32
+    path_prob: Tensor  # float64
+    column: Tensor  # int64
+
+
+class GrowingRows(Protocol):
+    """Trees whose rows never move; see `drafter.tree.device_rows`."""
+
+    nodes: NodeTensors
+    pruned_BD: Tensor
+    """int64: the nodes of depth 1 .. D that thresholds kept out."""
+
+    def place(self, candidates: Candidates, depth: int) -> RowInputs:
+        """Add children of the nodes of this depth; return what the draft model reads at all rows but the roots."""
+        ...
+
+
+class DeviceShape(Protocol):
+    """Which candidates become nodes, where trees do not grow best-first: the constants of all growths."""
+
+    def start(self, parameters: RowParameters) -> GrowingRows:
+        """Return trees of roots alone."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticOptions:
     """The choices that a captured graph fixes."""
@@ -120,7 +170,7 @@ class StaticOptions:
     kernels: Kernels
     has_truncation: bool  # some request may have min-p, top-k or top-p
     has_penalties: bool
-    shape: FixedShape | None = None  # of static trees and chains; None = trees grow best-first
+    shape: DeviceShape | None = None  # None = trees grow best-first
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots, because of the cached properties
@@ -175,6 +225,11 @@ class Levels(Protocol):
         """The trees so far."""
         ...
 
+    @property
+    def pruned_BD(self) -> Tensor | None:
+        """See `GrowingRows`; None = not counted."""
+        ...
+
     def add(self, logits_BFV: Tensor, depth: int) -> RowInputs:
         """Add the children of the nodes of this depth, keep the best of all, and return the inputs of the new rows.
 
@@ -187,8 +242,8 @@ class Levels(Protocol):
         ...
 
 
-def grow_on_device(levels: Levels, roots_BV: Tensor, read: ReadRows, max_depth: int) -> NodeTensors:
-    """Grow the trees [B, R]. roots_BV: the draft's logits at each root."""
+def grow_on_device(levels: Levels, roots_BV: Tensor, read: ReadRows, max_depth: int) -> None:
+    """Grow the trees, which are `levels.nodes` then. roots_BV: the draft's logits at each root."""
     rows = hidden_BNH = None
     logits_BFV = roots_BV[:, None]
     for depth in range(max_depth):
@@ -196,7 +251,6 @@ def grow_on_device(levels: Levels, roots_BV: Tensor, read: ReadRows, max_depth: 
             feature_BNH = levels.features(rows, hidden_BNH)
             hidden_BNH, logits_BFV = read(rows.token, feature_BNH, rows.position, rows.ancestors)
         rows = levels.add(logits_BFV, depth)
-    return levels.nodes
 
 
 class TorchLevels:
@@ -205,8 +259,9 @@ class TorchLevels:
     def __init__(self, inputs: GrowInputs, options: StaticOptions) -> None:
         self._inputs, self._options = inputs, options
         self._rows: RowInputs | None = None
-        if options.shape is not None:
-            self.nodes = options.shape.roots(inputs.parameters.token_B)
+        self._growing = None if options.shape is None else options.shape.start(inputs.parameters)
+        if self._growing is not None:
+            self.nodes = self._growing.nodes
             return
         is_root_R = torch.arange(1 + inputs.num_nodes, device=inputs.table.device) == 0
         is_root_BR = is_root_R.expand(len(inputs.table), -1)
@@ -220,6 +275,11 @@ class TorchLevels:
             column=zeros_BR,
         )
 
+    @property
+    def pruned_BD(self) -> Tensor | None:
+        """See `Levels`."""
+        return None if self._growing is None else self._growing.pruned_BD
+
     def add(self, logits_BFV: Tensor, depth: int) -> RowInputs:
         """See `Levels`."""
         parameters = self._inputs.parameters
@@ -227,17 +287,10 @@ class TorchLevels:
             logits_BFV = self._penalized(logits_BFV.float())
         top = self._score(logits_BFV, depth)
         children = _children(self.nodes, depth, top, parameters, self._inputs.fit_D2[depth])
-        if self._options.shape is not None:
-            self._rows = self._options.shape.place(
-                self.nodes,
-                depth,
-                parameters.num_nodes_B,
-                parameters.position_B,
-                token_BC=children.token,
-                weight_BC=children.weight,
-                path_prob_BC=children.path_prob,
-                column_BC=children.column,
-            )
+        if self._growing is not None:
+            candidates = Candidates(children.token, children.weight, children.path_prob, children.column)
+            self._rows = self._growing.place(candidates, depth)
+            self.nodes = self._growing.nodes
             return self._rows
         self.nodes, old_parent_BR = _keep_best(self.nodes, children, parameters.num_nodes_B)
         position_BR = parameters.position_B.long()[:, None] + self.nodes.depth

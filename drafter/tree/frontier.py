@@ -5,11 +5,9 @@
     TreeNodes      nodes of finished trees
     PrunedNodes    nodes that were kept out of them, for requests that ask to see them
     UnprunedTrees  all trees of a step before the final cut
-    NodeTensors    nodes of trees that grow on the device, in rows
-    RowInputs      what the draft model reads at those rows
 
-Legend: B requests, G of them that grow a tree, N nodes, R = 1 + N rows, P pruned nodes, F frontier nodes,
-K candidates, C candidates of a whole level, V draft vocabulary.
+Legend: B requests, G of them that grow a tree, N nodes, P pruned nodes, F frontier nodes, K candidates,
+V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -122,26 +120,6 @@ class TreeNodes(NamedTuple):
     def concatenate(parts: list[TreeNodes]) -> TreeNodes:
         """Join the nodes of several growths."""
         return TreeNodes(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-
-
-class NodeTensors(NamedTuple):
-    """Nodes [B, R] or candidates [B, C]. An entry of weight 0 is empty, and its other fields are arbitrary."""
-
-    token: Tensor  # int64
-    parent: Tensor  # int64, its row; a root is its own parent
-    depth: Tensor  # int64
-    weight: Tensor  # float32
-    path_prob: Tensor  # float64
-    column: Tensor  # int64, the token's column in the logits
-
-
-class RowInputs(NamedTuple):
-    """The draft model's inputs at all rows but the roots, int64 [B, N] each. Rows without a node have valid ones."""
-
-    token: Tensor
-    position: Tensor
-    ancestors: Tensor  # bitmask over the R rows, itself included
-    old_parent: Tensor  # the row that its parent had at the level before
 
 
 class PrunedNodes(NamedTuple):

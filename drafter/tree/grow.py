@@ -14,9 +14,9 @@ There are two algorithms, because a threshold and a budget ask for different tre
   `best_first.BestFirstGrowth`   keeps the best candidates of the whole tree. It accepts more tokens with as many nodes,
                                  and serves dynamic trees under `auto` unless they are sampled.
 
-`best_first_device.grow_on_device` is best-first growth again, in static shapes that a CUDA graph can hold: all levels
-of all trees in one replay (`drafter.tree.tree_graphs`), where every request of the message is grown best-first. It also
-grows static trees and chains, where every request has one without thresholds.
+`best_first_device.grow_on_device` is either of them again, in static shapes that a CUDA graph can hold: all levels of
+all trees in one replay (`drafter.tree.tree_graphs`), where all requests of the message are as the service is configured
+and none is sampled.
 
 At the end, one cut through all trees under `auto` drops the nodes that cost more to verify than they are worth
 (`drafter.tree.cost_model`). Sampled trees are never cut: their budgets are set before anything is drawn.
@@ -149,7 +149,7 @@ def grow(
     cost_model = TreeCostModel(costs) if costs is not None else None
     logits_states = logits_states or {}
     is_best_first_B = limits.is_auto_B & ~limits.is_sampled_B & isinstance(policy, DynamicTreePolicy)
-    fit_D2 = _fit_of_graph(limits, policy, costs)
+    fit_D2 = None if tree_graphs is None else _fit_of_graph(tree_graphs, limits, policy, costs, traced_B)
     if tree_graphs is not None and fit_D2 is not None and _only_penalize(logits_states):
         assert isinstance(roots, Tensor), "only draft models have tree graphs"
         grown = tree_graphs(roots, root_token_B, root_index_B, limits, sampling, logits_states, fit_D2)
@@ -220,19 +220,29 @@ def _finish(
     return GrownTrees(trees, pack_probs(sampled, trees), pruned_BD, num_levels, num_run, trace)
 
 
-def _fit_of_graph(limits: GrowLimits, policy: TreePolicy, costs: DraftCosts | None) -> Tensor | None:
-    """Return the calibration [D, 2] under which one graph grows all of these trees; None if none can.
+def _fit_of_graph(
+    graphs: TreeGraphs,
+    limits: GrowLimits,
+    policy: TreePolicy,
+    costs: DraftCosts | None,
+    traced_B: np.ndarray | None,
+) -> Tensor | None:
+    """Return the calibration [D, 2] under which a graph grows all of these trees; None if none can.
 
-    It grows no sampled trees, dynamic ones under `auto` alone, and static ones without thresholds alone, since it does
-    not count what thresholds keep out.
+    No graph grows sampled trees. Dynamic ones must all be under `auto`, or none of them, as the service's are by
+    default. A static one may have no thresholds, since what they keep out is not counted. Where thresholds keep nodes
+    out of trees with budgets, those nodes are counted and not named.
     """
+    if traced_B is not None and not graphs.is_best_first:
+        return None
     is_dynamic = isinstance(policy, DynamicTreePolicy)
     has_thresholds = limits.min_prob_B.any() or limits.path_prob_B.any()
     if limits.is_sampled_B.any() or (has_thresholds and not is_dynamic):
         return None
-    if limits.is_auto_B.all():
-        return None if costs is None else costs.calibration_D2
-    return None if is_dynamic or limits.is_auto_B.any() else _UNCALIBRATED
+    if limits.is_auto_B.any():
+        is_fit = limits.is_auto_B.all() and (graphs.is_best_first or not is_dynamic)
+        return costs.calibration_D2 if is_fit and costs is not None else None
+    return None if graphs.is_best_first else _UNCALIBRATED
 
 
 def _only_penalize(logits_states: dict[int, LogitsState]) -> bool:

@@ -56,7 +56,7 @@ class DynamicTreePolicy:
         self.max_children = max_children
         self._max_depth = max_depth
         typical = typical[:max_children]
-        self._subtrees = np.array([_typical_subtree(num_levels, typical) for num_levels in range(max_depth)])
+        self.subtrees = np.array([_typical_subtree(num_levels, typical) for num_levels in range(max_depth)])
         self.expected_J = np.array(_typical_subtree(max_depth, typical)[1:], dtype=np.float32)
 
     def root_budget(self, num_nodes_B: np.ndarray) -> np.ndarray:
@@ -68,7 +68,7 @@ class DynamicTreePolicy:
     ) -> ChildBudgets:
         """See `TreePolicy`."""
         max_budget = int(budget_F.max(initial=0))
-        subtree_FJ = self._subtrees[np.minimum(num_levels_F, self._max_depth) - 1, :max_budget]
+        subtree_FJ = self.subtrees[np.minimum(num_levels_F, self._max_depth) - 1, :max_budget]
         value_FKJ = weight_FK[:, :, None] * subtree_FJ[:, None, :]
         flat = value_FKJ.reshape(len(budget_F), -1)
         best_first = (-flat).argsort(axis=1, kind="stable")[:, :max_budget]

@@ -27,7 +27,7 @@ from drafter.tree.best_first_device import (
     TorchLevels,
     grow_on_device,
 )
-from drafter.tree.fixed_shape import FixedShape
+from drafter.tree.device_rows import device_shape
 from drafter.tree.frontier import DraftVocabulary, GrowLimits, TreeNodes, TreeRoots, UnprunedTrees
 from drafter.tree.score import child_kinds
 from workers.config import EngineConfig
@@ -101,11 +101,10 @@ class TreeGraphs:
         self._root_position = root_position
         self._tree, self._vocab, self._kernels = config.draft.tree, vocab, kernels
         self._table_width = config.draft_table_width
-        paths, device = self._tree.paths, example_1H.device
-        self._shape = FixedShape(paths, device) if paths else None
-        assert len(paths) in (0, self._tree.num_speculative_tokens)
+        device = example_1H.device
+        self._shape = device_shape(self._tree, device)
         sizes = buckets(config.max_num_seqs, self._tree.num_speculative_tokens, vocab.size)
-        if self._shape is not None and vocab.size < self._tree.num_children:
+        if self._tree.paths and vocab.size < self._tree.num_children:
             sizes = []
         B, D, V = max(sizes, default=0), self._tree.longest_path, vocab.size
         self._features_BH = example_1H.new_zeros(B, example_1H.shape[1])
@@ -120,6 +119,11 @@ class TreeGraphs:
         for key in ((size, *edits) for size, edits in product(sizes, _LOGITS_EDITS)):
             grow = partial(self._grow_padded, *key)
             self._grow[key] = self._recorder.record(grow) if is_captured else grow
+
+    @property
+    def is_best_first(self) -> bool:
+        """True if dynamic trees grow best-first, as under `auto`; False if nodes have budgets."""
+        return self._shape is None
 
     @property
     def report(self) -> dict[str, str | int]:
@@ -172,9 +176,14 @@ class TreeGraphs:
         if has_penalties:
             write_token_counts(self._count_BV[:num_requests], logits_states, self._vocab.columns)
         self._plans[num_requests].move(*self._places(num_requests))
-        (grown_5BR,) = to_host(self._grow[key]())
-        b, row = np.nonzero(grown_5BR[3, :num_trees] > 0)
-        token, parent, depth, weight, path_prob = grown_5BR[:, b, row]
+        (grown_BX,) = to_host(self._grow[key]())
+        grown_GX, num_rows = grown_BX[:num_trees], 1 + self._tree.num_speculative_tokens
+        grown_G5R = grown_GX[:, : 5 * num_rows].reshape(num_trees, 5, num_rows)
+        b, row = np.nonzero(grown_G5R[:, 3] > 0)
+        token, parent, depth, weight, path_prob = grown_G5R[b, :, row].T
+        pruned_GD = np.zeros((num_trees, int(limits.max_depth_B.max())), dtype=np.int32)
+        counted_GD = grown_GX[:, 5 * num_rows :][:, : pruned_GD.shape[1]]
+        pruned_GD[:, : counted_GD.shape[1]] = counted_GD
         nodes = TreeNodes(
             request_N=b,
             row_N=row,
@@ -189,13 +198,16 @@ class TreeGraphs:
         return UnprunedTrees(
             nodes=nodes,
             sampled=[],
-            pruned_BD=np.zeros((num_trees, int(limits.max_depth_B.max())), dtype=np.int32),
+            pruned_BD=pruned_GD,
             num_levels=num_levels,
             num_run=(num_levels - 1) * num_trees * self._tree.num_speculative_tokens,
         )
 
     def _grow_padded(self, num_requests: int, has_truncation: bool, has_penalties: bool) -> Tensor:
-        """Return token, parent, depth, weight and path_prob of every row, float64 [5, B, R]; a graph captures this."""
+        """Return token, parent, depth, weight and path_prob of every row, then what was pruned, float64 [B, 5 R + D].
+
+        Trees that grow best-first do not count what was pruned. A graph captures this.
+        """
         plan = self._plans[num_requests]
 
         def read(token_BN: Tensor, in_BNH: Tensor, position_BN: Tensor, ancestors_BN: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,8 +232,9 @@ class TreeGraphs:
             num_nodes=self._tree.num_speculative_tokens,
         )
         levels = make_levels(inputs, options)
-        nodes = grow_on_device(levels, self._roots_BV[:num_requests], read, self._tree.longest_path)
-        return torch.stack([field.double() for field in nodes[:5]])
+        grow_on_device(levels, self._roots_BV[:num_requests], read, self._tree.longest_path)
+        pruned = () if levels.pruned_BD is None else (levels.pruned_BD,)
+        return torch.cat([field.double() for field in (*levels.nodes[:5], *pruned)], dim=1)
 
     def _fill_noise(self, noisy: np.ndarray, root_index_G: np.ndarray, sampling: SamplingBatch) -> None:
         """Fill in the noise of the requests `noisy`: the children of depth-d nodes stand for index root + d."""

@@ -22,8 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drafter.tree.best_first_device import GrowInputs, StaticOptions
-from drafter.tree.frontier import NodeTensors, RowInputs
+from drafter.tree.best_first_device import Candidates, GrowInputs, NodeTensors, RowInputs, StaticOptions
 from workers.kernels.triton_sampling import _log
 
 _BLOCK = 2048
@@ -36,7 +35,8 @@ class TritonLevels:
     def __init__(self, inputs: GrowInputs, options: StaticOptions) -> None:
         self._inputs, self._options = inputs, options
         self._num_nodes = options.tree.num_speculative_tokens
-        self._nodes = None if options.shape is None else options.shape.roots(inputs.parameters.token_B)
+        self._growing = None if options.shape is None else options.shape.start(inputs.parameters)
+        self._nodes = None if self._growing is None else self._growing.nodes
         self._rows: RowInputs | None = None
 
     @property
@@ -44,6 +44,11 @@ class TritonLevels:
         """See `Levels`."""
         assert self._nodes is not None
         return self._nodes
+
+    @property
+    def pruned_BD(self) -> Tensor | None:
+        """See `Levels`."""
+        return None if self._growing is None else self._growing.pruned_BD
 
     def features(self, rows: RowInputs, hidden_BNH: Tensor | None) -> Tensor:
         """See `Levels`."""
@@ -94,18 +99,10 @@ class TritonLevels:
             IS_FIRST=is_first, HAS_IDS=ids is not None,
             FOUND=triton.next_power_of_2(splits * K), SPLITS=triton.next_power_of_2(splits),
         )  # fmt: skip
-        if options.shape is not None:
-            assert old is not None
-            self._rows = options.shape.place(
-                old,
-                depth,
-                inputs.parameters.num_nodes_B,
-                inputs.parameters.position_B,
-                token_BC=child_2[0],
-                weight_BC=weight_BC,
-                path_prob_BC=path_prob_BC,
-                column_BC=child_2[1],
-            )
+        if self._growing is not None:
+            candidates = Candidates(child_2[0], weight_BC, path_prob_BC, child_2[1])
+            self._rows = self._growing.place(candidates, depth)
+            self._nodes = self._growing.nodes
             return self._rows
         state_5 = torch.empty(5, B, R, dtype=torch.int64, device=device)  # token, parent, depth, column, ancestors
         weight_BR = torch.empty(B, R, dtype=torch.float32, device=device)

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 
 from drafter.proposers.base import FeatureProposer, head_graphs, head_tree_graphs
+from drafter.proposers.eagle3 import Eagle3Head
 from drafter.tree.policy import make_tree_policy
 from drafter.worker import draft
 from tests.support import checkpoints
@@ -56,6 +57,7 @@ from workers.comm.wire import Kind
 from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.cuda_graphs import Size, decoder_graphs, fitting, sizes
 from workers.kernels import fused, pointwise
+from workers.models.readers import read_spec
 from workers.types import AttentionMetadata, Constraints, DraftReply, DraftRequest, SamplingSettings, TargetStep
 
 PARTS = ("launches", "calls", "bytes", "host", "buckets", "cuts", "kernels")
@@ -90,28 +92,36 @@ def as_one_launch(cuda: SimulatedCuda) -> Iterator[Any]:
 
 
 def launches() -> Table:
-    """Yield the tree graph of one request for each kind of sampling parameters; a compiled chain counts as one."""
+    """Yield the tree graphs of one request by shape and sampling parameters; a compiled chain counts as one."""
     yield ["a tree of 8 levels and 16 nodes", "launches", "of the draft model", "others"]
-    config = bundled(AUTO, max_num_seqs=1, device="cuda")
-    with simulated_cuda() as cuda, as_one_launch(cuda) as kernels:
-        head = checkpoints.load_eagle3(BUNDLED / "eagle3", BUNDLED / "target", device="cuda", kernels=kernels)
-        pool = head.new_kv_pool(64 * config.page_size)
-        in_model: Counter[int] = Counter()
-        forward, logits = head.forward, head.logits
+    read_spec(BUNDLED / "target")  # transformers must be imported while torch is as it is
+    chain = TreeConfig(kind="chain", num_speculative_tokens=8)
+    for shape, tree in (("under auto", AUTO), ("with budgets", DYNAMIC), ("a chain of 8", chain)):
+        config = bundled(tree, max_num_seqs=1, device="cuda")
+        with simulated_cuda() as cuda, as_one_launch(cuda) as kernels:
+            head = checkpoints.load_eagle3(BUNDLED / "eagle3", BUNDLED / "target", device="cuda", kernels=kernels)
+            in_model = _counted_passes(head, cuda)
+            graphs = head_tree_graphs(head, head.new_kv_pool(64 * config.page_size), config)
+            for (_, has_truncation, has_penalties), graph in zip(graphs._grow, cuda.graphs, strict=True):
+                name = "with penalties" if has_penalties else "with top-k and top-p" if has_truncation else "plain"
+                inside = in_model[id(graph)]
+                yield [f"{shape}, {name}", len(graph.work), inside, len(graph.work) - inside]
 
-        def counted(run: Callable[..., Tensor], *args: Any) -> Tensor:
-            graph = cuda._captured
-            before = len(graph.work) if graph else 0
-            result = run(*args)
-            if graph is not None:
-                in_model[id(graph)] += len(graph.work) - before
-            return result
 
-        head.forward, head.logits = partial(counted, forward), partial(counted, logits)  # type: ignore[method-assign]
-        graphs = head_tree_graphs(head, pool, config)
-        for (_, has_truncation, has_penalties), graph in zip(graphs._grow, cuda.graphs, strict=True):
-            name = "with penalties" if has_penalties else "with top-k and top-p" if has_truncation else "plain"
-            yield [name, len(graph.work), in_model[id(graph)], len(graph.work) - in_model[id(graph)]]
+def _counted_passes(head: Eagle3Head, cuda: SimulatedCuda) -> Counter[int]:
+    """Count the captured launches of the head's passes from now on, by the graph's id."""
+    in_model: Counter[int] = Counter()
+
+    def counted(run: Callable[..., Tensor], *args: Any) -> Tensor:
+        graph = cuda._captured
+        before = len(graph.work) if graph else 0
+        result = run(*args)
+        if graph is not None:
+            in_model[id(graph)] += len(graph.work) - before
+        return result
+
+    head.forward, head.logits = partial(counted, head.forward), partial(counted, head.logits)  # type: ignore[method-assign]
+    return in_model
 
 
 # ---- calls

@@ -21,7 +21,7 @@ from drafter.worker import draft
 from tests.drafter.tree.test_tree_graphs import message
 from tests.support.attention_cases import Batch
 from tests.support.checkpoints import load_eagle3
-from tests.support.engines import BUNDLED, DYNAMIC, bundled
+from tests.support.engines import AUTO, BUNDLED, DYNAMIC, bundled
 from workers.cuda_graphs import decoder_graphs
 from workers.kernels import fused, reference
 from workers.models.decoder import Decoder
@@ -93,7 +93,7 @@ def trees() -> None:
 
     With one child per node, every kind of growth runs all eight levels.
     """
-    tree = replace(DYNAMIC, max_children=1)
+    tree = replace(AUTO, max_children=1)
     config = bundled(tree)
     head = load_eagle3(BUNDLED / "eagle3", BUNDLED / "target", device="cuda", kernels=fused)
     pool = head.new_kv_pool(4096)

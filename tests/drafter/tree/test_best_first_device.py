@@ -24,7 +24,7 @@ from tests.support import oracles
 from tests.support.attention_cases import moved
 from tests.support.draft_costs import CALIBRATION, FREE, costs
 from tests.support.oracles import Path
-from workers.config import DraftConfig, EngineConfig, TreeConfig
+from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.kernels import reference
 from workers.kernels.host import keys_N
 from workers.kernels.select import TORCH
@@ -43,7 +43,9 @@ CONFIG = EngineConfig(
     draft=DraftConfig(
         method="eagle3",
         model_path="fake",
-        tree=TreeConfig(num_speculative_tokens=NODES, max_depth=DEPTH, max_children=CHILDREN),
+        tree=TreeConfig(
+            num_speculative_tokens=NODES, max_depth=DEPTH, max_children=CHILDREN, prune=PruneConfig(auto=True)
+        ),
     ),
     max_num_seqs=5,
     max_model_len=64,
@@ -343,6 +345,55 @@ def test_static_trees_equal_those_grown_level_by_level(fixed: Bench, is_auto: bo
         assert weights(at_once, b) == pytest.approx(weights(by_level, b), rel=1e-4, abs=1e-5)
 
 
+BUDGETED = TreeConfig(num_speculative_tokens=NODES, max_depth=DEPTH, max_children=CHILDREN)
+
+
+@pytest.fixture(scope="module")
+def budgeted() -> Bench:
+    return Bench(tree=BUDGETED)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(asks=st.lists(ASK, min_size=1, max_size=5))
+def test_trees_with_budgets_equal_those_grown_level_by_level(budgeted: Bench, asks: list[Ask]) -> None:
+    """Thresholds included: what they keep out is counted at the same depths."""
+    options = {"policy": make_tree_policy(BUDGETED), "limits": limits_of(asks, auto=[False] * len(asks))}
+    by_level = grown(Draft(asks), **options)
+    at_once = budgeted.grown(asks, **options, expand=None)
+    assert (at_once.num_levels, at_once.num_run) == (DEPTH, (DEPTH - 1) * len(asks) * NODES)
+    assert (at_once.pruned_BD == by_level.pruned_BD).all()
+    for b in range(len(asks)):
+        assert tree(at_once, b) == tree(by_level, b)
+        assert weights(at_once, b) == pytest.approx(weights(by_level, b), rel=1e-4, abs=1e-5)
+
+
+def test_a_higher_threshold_gives_a_subset_on_the_device_too(budgeted: Bench) -> None:
+    options = {"policy": make_tree_policy(BUDGETED), "limits": limits_of([Ask()], auto=[False])}
+    whole = set(oracles.paths_of(budgeted.grown([Ask()], **options).trees, 0))
+    sizes = []
+    for threshold in (0.05, 0.2, 0.5):
+        asks = [Ask(min_prob=threshold)]
+        got = budgeted.grown(asks, **options | {"limits": limits_of(asks, auto=[False])})
+        assert set(oracles.paths_of(got.trees, 0)) <= whole
+        assert len(got.trees.token_N) + int(got.pruned_BD.sum()) == len(whole)
+        sizes.append(len(got.trees.token_N))
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"limits": [True, True]}, {"limits": [True, False]}, {"traced_B": np.array([True, False])}],
+    ids=["auto", "auto for some", "traced"],
+)
+def test_other_requests_to_a_service_of_budgets_grow_level_by_level(budgeted: Bench, change: dict[str, Any]) -> None:
+    asks = [Ask(min_prob=0.2), Ask(model=1)]
+    auto = change.pop("limits", [False, False])
+    options = {"policy": make_tree_policy(BUDGETED), "limits": limits_of(asks, auto=auto)} | change
+    got, expected = budgeted.grown(asks, **options), grown(Draft(asks), **options)
+    assert any(budgeted.draft.last_row_B) and tree(got, 1) == tree(expected, 1)
+
+
 def test_a_chain_is_a_static_tree_whatever_its_depth_limit_says() -> None:
     chain = TreeConfig(kind="chain", num_speculative_tokens=4, max_depth=2)
     assert (chain.longest_path, chain.num_children, chain.paths[-1]) == (4, 1, (0, 0, 0, 0))
@@ -443,7 +494,8 @@ def test_buckets_end_where_the_computation_outweighs_the_launches(max_requests, 
     assert sizes == [n for n in (32, 16, 8, 4, 2, 1) if n <= most]
 
 
-def test_growth_does_not_synchronize_with_the_host():
+@pytest.mark.parametrize("tree", [CONFIG.draft.tree, FIXED, BUDGETED], ids=["best-first", "static", "budgeted"])
+def test_growth_does_not_synchronize_with_the_host(tree: TreeConfig) -> None:
     """Meta tensors have no values: reading one, a shape that depends on one, or mixing in a tensor of the host, fails.
 
     Torch's own `truncation_threshold` would; Triton's is one launch.
@@ -458,6 +510,7 @@ def test_growth_does_not_synchronize_with_the_host():
         return out_NV, out_NV
 
     example_1V = torch.empty(1, V, device="meta")
-    tree_graphs = TreeGraphs(run, Plan, example_1V, vocab, kernels, CONFIG, is_captured=False)
+    config = replace(CONFIG, draft=replace(CONFIG.draft, tree=tree))
+    tree_graphs = TreeGraphs(run, Plan, example_1V, vocab, kernels, config, is_captured=False)
     for (num_requests, *_), grow_all in tree_graphs._grow.items():
-        assert grow_all().shape == (5, num_requests, 1 + NODES)
+        assert grow_all().shape == (num_requests, 5 * (1 + NODES) + (0 if tree.prune.auto else DEPTH))

@@ -23,8 +23,9 @@ from tests.support import checkpoints
 from tests.support.attention_cases import moved
 from tests.support.clockwork import AUTO, ClockCosts, bench
 from tests.support.draft_costs import FREE
-from tests.support.engines import BUNDLED, DYNAMIC, bundled
-from workers.config import TreeConfig
+from tests.support.engines import AUTO as ENGINES_AUTO
+from tests.support.engines import BUNDLED, bundled
+from workers.config import PruneConfig, TreeConfig
 from workers.kernels.interpreted import is_interpreted
 from workers.kernels.select import TORCH
 from workers.kv_cache import KVPool
@@ -36,7 +37,8 @@ from workers.types import AttentionMetadata, Constraints, DraftRequest, Rule, Sa
 pytest.importorskip("triton")
 torch.set_num_threads(1)
 
-PAGE, TREE = 16, TreeConfig(num_speculative_tokens=14, max_depth=4, max_children=2)
+PAGE = 16
+TREE = TreeConfig(num_speculative_tokens=14, max_depth=4, max_children=2, prune=PruneConfig(auto=True))
 """As many nodes as three levels may have, so growth level by level never lacks rows."""
 CONFIG = bundled(TREE, max_num_seqs=3, max_model_len=64)
 SAMPLING = [
@@ -188,7 +190,7 @@ def test_engines_emit_the_same_tokens_and_gain_as_much(temperature: float) -> No
     with bench(clock_costs) as at_once:
         proposer = at_once.engine._drafter._proposer  # type: ignore[union-attr]
         proposer.tree_graphs = head_tree_graphs(
-            Replanning(proposer._head), proposer._kv, bundled(DYNAMIC), is_captured=False
+            Replanning(proposer._head), proposer._kv, bundled(ENGINES_AUTO), is_captured=False
         )
         proposer.expand = None
         got = at_once.run(AUTO, **work)

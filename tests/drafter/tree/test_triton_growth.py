@@ -10,11 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from drafter.tree.best_first_device import GrowInputs, RowParameters, StaticOptions, grow_on_device
-from drafter.tree.fixed_shape import FixedShape
-from drafter.tree.frontier import DraftVocabulary, NodeTensors
+from drafter.tree.best_first_device import GrowInputs, NodeTensors, RowParameters, StaticOptions, grow_on_device
+from drafter.tree.device_rows import device_shape
+from drafter.tree.frontier import DraftVocabulary
 from drafter.tree.tree_graphs import make_levels
-from workers.config import TreeConfig
+from workers.config import PruneConfig, TreeConfig
 from workers.kernels import fused, reference
 from workers.kernels.interpreted import is_interpreted
 
@@ -63,6 +63,7 @@ def grown(
     *,
     flat: bool = False,
     paths: tuple[tuple[int, ...], ...] = (),
+    auto: bool = True,
 ) -> NodeTensors:
     draw, size = torch.Generator().manual_seed(1), len(batch)
 
@@ -78,21 +79,25 @@ def grown(
         fit_D2=torch.tensor([[1.0, 0.0], [0.8, -0.3], [1.2, 0.4]], device=DEVICE),
         num_nodes=num_nodes,
     )
+    tree = TreeConfig(
+        kind="static" if paths else "dynamic",
+        num_speculative_tokens=num_nodes,
+        max_depth=DEPTH,
+        max_children=CHILDREN,
+        static_paths=paths,
+        prune=PruneConfig(auto=auto),
+    )
     options = StaticOptions(
-        tree=TreeConfig(
-            kind="static" if paths else "dynamic",
-            num_speculative_tokens=num_nodes,
-            max_depth=DEPTH,
-            max_children=CHILDREN,
-            static_paths=paths,
-        ),
+        tree=tree,
         vocab=vocab,
         kernels=kernels,
         has_truncation=any(row["top_k"] or row["top_p"] not in (0, 1) or row["min_p"] for row in batch),
         has_penalties=any(row["repetition"] not in (0, 1) for row in batch),
-        shape=FixedShape(paths, torch.device(DEVICE)) if paths else None,
+        shape=device_shape(tree, torch.device(DEVICE)),
     )
-    return grow_on_device(make_levels(inputs, options), roots_BV, Model(vocab.size, 1 + num_nodes, flat).read, DEPTH)
+    levels = make_levels(inputs, options)
+    grow_on_device(levels, roots_BV, Model(vocab.size, 1 + num_nodes, flat).read, DEPTH)
+    return levels.nodes
 
 
 def assert_same_trees(got: NodeTensors, expected: NodeTensors) -> None:
@@ -123,6 +128,13 @@ def test_static_trees_are_those_of_the_torch_twin(name: str) -> None:
         got, expected = (grown(kernels, BATCHES[name], vocab, paths=paths) for kernels in (fused, reference))
         assert_same_trees(got, expected)
         assert torch.equal(got.parent[0], torch.tensor([0, 0, 0, 0, 1, 3, 4], device=DEVICE))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_trees_with_budgets_are_those_of_the_torch_twin(name: str) -> None:
+    for vocab in (vocabulary(9, is_reduced=True), vocabulary(11, is_reduced=False)):
+        got, expected = (grown(kernels, BATCHES[name], vocab, auto=False) for kernels in (fused, reference))
+        assert_same_trees(got, expected)
 
 
 def test_a_row_of_several_blocks_is_merged() -> None:
