@@ -61,9 +61,6 @@ from workers.sampling.logits_state import LogitsState
 from workers.transfer import to_device
 from workers.types import DraftCosts, DraftProbs, DraftReply, Rule, SamplingBatch, TreeBatch, TreeTrace
 
-_UNCALIBRATED = torch.tensor([[1.0, 0.0]])
-"""The fit of weights that stay as they are."""
-
 Expand = Callable[[Frontier], Tensor | NgramCandidates]
 """Runs a frontier through the draft model and returns its logits [F, V], or n-gram candidates."""
 
@@ -149,7 +146,7 @@ def grow(
     cost_model = TreeCostModel(costs) if costs is not None else None
     logits_states = logits_states or {}
     is_best_first_B = limits.is_auto_B & ~limits.is_sampled_B & isinstance(policy, DynamicTreePolicy)
-    fit_D2 = None if tree_graphs is None else _fit_of_graph(tree_graphs, limits, policy, costs, traced_B)
+    fit_D2 = None if tree_graphs is None else tree_graphs.fit_of(limits, costs, is_traced=traced_B is not None)
     if tree_graphs is not None and fit_D2 is not None and _only_penalize(logits_states):
         assert isinstance(roots, Tensor), "only draft models have tree graphs"
         grown = tree_graphs(roots, root_token_B, root_index_B, limits, sampling, logits_states, fit_D2)
@@ -218,31 +215,6 @@ def _finish(
     trees = pack_trees(nodes if is_kept_N is None else nodes.rows(is_kept_N), len(pruned_BD))
     trace = None if traced_B is None else trace_trees(nodes, is_kept_N, pruned, traced_B)
     return GrownTrees(trees, pack_probs(sampled, trees), pruned_BD, num_levels, num_run, trace)
-
-
-def _fit_of_graph(
-    graphs: TreeGraphs,
-    limits: GrowLimits,
-    policy: TreePolicy,
-    costs: DraftCosts | None,
-    traced_B: np.ndarray | None,
-) -> Tensor | None:
-    """Return the calibration [D, 2] under which a graph grows all of these trees; None if none can.
-
-    No graph grows sampled trees. Dynamic ones must all be under `auto`, or none of them, as the service's are by
-    default. A static one may have no thresholds, since what they keep out is not counted. Where thresholds keep nodes
-    out of trees with budgets, those nodes are counted and not named.
-    """
-    if traced_B is not None and not graphs.is_best_first:
-        return None
-    is_dynamic = isinstance(policy, DynamicTreePolicy)
-    has_thresholds = limits.min_prob_B.any() or limits.path_prob_B.any()
-    if limits.is_sampled_B.any() or (has_thresholds and not is_dynamic):
-        return None
-    if limits.is_auto_B.any():
-        is_fit = limits.is_auto_B.all() and (graphs.is_best_first or not is_dynamic)
-        return costs.calibration_D2 if is_fit and costs is not None else None
-    return None if graphs.is_best_first else _UNCALIBRATED
 
 
 def _only_penalize(logits_states: dict[int, LogitsState]) -> bool:

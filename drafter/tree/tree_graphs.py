@@ -1,6 +1,7 @@
 """CUDA graphs that grow whole trees: `grow_on_device` over static buffers, captured for each bucket of requests.
 
     TreeGraphs(run, plan, ...)                       the buffers and the graphs
+        .fit_of(limits, costs, is_traced)            whether a graph grows such trees
         .set_roots(roots, features_GH)               where this step's trees begin, set by the draft model's `extend`
         (roots_GV, ...) -> UnprunedTrees | None      one replay, one copy to the host
 
@@ -36,7 +37,7 @@ from workers.kernels.select import Kernels
 from workers.sampling.logits_processors import write_token_counts
 from workers.sampling.logits_state import LogitsState
 from workers.transfer import to_host
-from workers.types import AttentionMetadata, NodeKind, SamplingBatch, as_signed64
+from workers.types import AttentionMetadata, DraftCosts, NodeKind, SamplingBatch, as_signed64
 
 MAX_LOGITS = 1 << 24
 """Logits of one level, empty rows included; beyond, the computation outweighs the launches that a graph saves."""
@@ -49,6 +50,9 @@ _NO_BASE = 1
 
 _NO_PENALTIES = np.array([[1.0, 0.0, 0.0]])
 """Repetition, frequency and presence."""
+
+_UNCALIBRATED = torch.tensor([[1.0, 0.0]])
+"""The fit of weights that stay as they are."""
 
 RunRows = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(plan, tokens_N, features_NH, positions_N) -> (features for the children [N, H], logits [N, V]) of packed rows."""
@@ -121,14 +125,25 @@ class TreeGraphs:
             self._grow[key] = self._recorder.record(grow) if is_captured else grow
 
     @property
-    def is_best_first(self) -> bool:
-        """True if dynamic trees grow best-first, as under `auto`; False if nodes have budgets."""
-        return self._shape is None
-
-    @property
     def report(self) -> dict[str, str | int]:
         """Time and memory that capturing took, for the rank's topology report."""
         return {f"tree_{name}": value for name, value in self._recorder.report.items()}
+
+    def fit_of(self, limits: GrowLimits, costs: DraftCosts | None, *, is_traced: bool) -> Tensor | None:
+        """Return the calibration [D, 2] under which a graph grows all of these trees; None if none can.
+
+        No graph grows sampled trees. Dynamic ones must all be under `auto` or none of them, as the service's are by
+        default. A static one may have no thresholds, since what they keep out is not counted. Where thresholds keep
+        nodes out of trees with budgets, those nodes are counted and not named, as a trace would.
+        """
+        is_best_first, is_dynamic = self._shape is None, self._tree.kind == "dynamic"
+        has_thresholds = limits.min_prob_B.any() or limits.path_prob_B.any()
+        if limits.is_sampled_B.any() or (has_thresholds and not is_dynamic) or (is_traced and not is_best_first):
+            return None
+        if limits.is_auto_B.any():
+            is_fit = limits.is_auto_B.all() and (is_best_first or not is_dynamic)
+            return costs.calibration_D2 if is_fit and costs is not None else None
+        return None if is_best_first else _UNCALIBRATED
 
     def set_roots(self, roots: TreeRoots, features_GH: Tensor) -> None:
         """Set where the trees of this step begin, and each root's feature for its children."""

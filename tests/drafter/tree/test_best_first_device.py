@@ -353,8 +353,7 @@ def budgeted() -> Bench:
     return Bench(tree=BUDGETED)
 
 
-@pytest.mark.slow
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(asks=st.lists(ASK, min_size=1, max_size=5))
 def test_trees_with_budgets_equal_those_grown_level_by_level(budgeted: Bench, asks: list[Ask]) -> None:
     """Thresholds included: what they keep out is counted at the same depths."""
