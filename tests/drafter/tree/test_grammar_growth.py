@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from drafter.tree.frontier import DraftVocabulary, Frontier, NgramCandidates
-from drafter.tree.grow import _PathConstraints
+from drafter.tree.grow import _PathConstraints, grow
+from drafter.tree.policy import DynamicTreePolicy
 from drafter.tree.sample import Support
 from drafter.tree.score import ChildScores
+from tests.support import oracles
 from tests.support.grammars import TinyTable, allowed_by, state_of
 from workers.sampling.grammar import Grammars, grammar_text
-from workers.types import Constraints, NodeKind
+from workers.types import Constraints, NodeKind, Rule, SamplingBatch, SamplingSettings
 
 TEXTS, END = ["a", "b", "ab", "c", "<end>"], 4
 LANGUAGE = ["ab", "c", "abab", "abc", "cab", "cc"]
@@ -83,3 +85,20 @@ def test_dead_nodes_have_no_candidates(kind: NodeKind) -> None:
         assert left.support is None
     else:
         assert left.support is not None and left.support.weight_FS.tolist() == [[0, 0], [8, 6]]
+
+
+def test_a_tree_ends_where_no_draft_token_may_follow(grammars: Grammars) -> None:
+    """Of the vocabulary, c and a, nothing may follow a, and both may follow c."""
+    grown = grow(
+        torch.zeros(1, 2),
+        np.array([1]),
+        np.array([8]),
+        limits=oracles.limits([6], [2], [0.0], [0.0], [Rule.COUPLED], auto=[False]),
+        sampling=SamplingBatch.stack([SamplingSettings(temperature=0.0)]),
+        policy=DynamicTreePolicy(max_children=2, max_depth=2),
+        expand=lambda frontier: torch.zeros(len(frontier.row_F), 2),
+        vocab=DraftVocabulary(target_size=5, target_ids=torch.tensor([3, 0])),
+        logits_states={0: state_of(GRAMMAR, ())},
+        grammars=grammars,
+    )
+    assert set(oracles.paths_of(grown.trees, 0)) == {(), (3,), (0,), (3, 3), (3, 0)}
