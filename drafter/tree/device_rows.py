@@ -140,8 +140,8 @@ class _BudgetedRows:
         budget_BF = self._budget_BR[:, first : first + F]
         size_BFK = self._split(candidates.weight.view(B, F, K), budget_BF, depth)
         is_child_BFK = size_BFK > 0
-        has_levels_BF = (nodes.depth[:, first : first + F] == depth) & (depth < self._max_depth_B)[:, None]
-        self.pruned_BD[:, depth] = (budget_BF * (has_levels_BF & ~is_child_BFK.any(-1))).sum(1)
+        is_due_BF = nodes.depth[:, first : first + F] == depth
+        self.pruned_BD[:, depth] = (budget_BF * (is_due_BF & ~is_child_BFK.any(-1))).sum(1)
 
         # Candidates that get no row share one behind the last.
         is_child_BC = is_child_BFK.flatten(1)

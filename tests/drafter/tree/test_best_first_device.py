@@ -399,6 +399,13 @@ def test_a_chain_is_a_static_tree_whatever_its_depth_limit_says() -> None:
     assert (FIXED.longest_path, FIXED.num_children, CONFIG.draft.tree.paths) == (DEPTH, 3, ())
 
 
+@pytest.mark.parametrize(("num_children", "fits"), [(V, True), (V + 1, False)])
+def test_a_static_tree_needs_as_many_tokens_as_a_node_has_children(num_children: int, fits: bool) -> None:
+    paths = tuple((rank,) for rank in range(num_children))
+    tree = TreeConfig(kind="static", num_speculative_tokens=num_children, static_paths=paths)
+    assert bool(Bench(tree=tree).tree_graphs._grow) is fits
+
+
 @pytest.mark.parametrize(
     ("change", "auto"),
     [
@@ -427,6 +434,7 @@ def test_rows_write_to_pages_of_their_own_request_or_to_the_null_page(bench):
     bench.grown([Ask(base=base) for base in bases])
     metadata = bench.tree_graphs._plans[4].metadata
     assert metadata.query_offsets.tolist() == [0, NODES, 2 * NODES, 3 * NODES, 4 * NODES]
+    assert metadata.slot_N.dtype == np.int32
     owner_N = metadata.owner_N
     assert (keys_N(metadata, owner_N) == metadata.base_B[owner_N] + 1 + NODES).all(), "any row may be an ancestor"
     slots = metadata.physical(owner_N, metadata.slot_N, PAGE).reshape(4, NODES)

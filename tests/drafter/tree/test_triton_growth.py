@@ -14,6 +14,7 @@ from drafter.tree.best_first_device import GrowInputs, NodeTensors, RowParameter
 from drafter.tree.device_rows import device_shape
 from drafter.tree.frontier import DraftVocabulary
 from drafter.tree.tree_graphs import make_levels
+from drafter.tree.triton_growth import TritonLevels
 from workers.config import PruneConfig, TreeConfig
 from workers.kernels import fused, reference
 from workers.kernels.interpreted import is_interpreted
@@ -96,6 +97,7 @@ def grown(
         shape=device_shape(tree, torch.device(DEVICE)),
     )
     levels = make_levels(inputs, options)
+    assert isinstance(levels, TritonLevels) is (kernels is fused)
     grow_on_device(levels, roots_BV, Model(vocab.size, 1 + num_nodes, flat).read, DEPTH)
     return levels.nodes
 
