@@ -403,7 +403,10 @@ def test_a_chain_is_a_static_tree_whatever_its_depth_limit_says() -> None:
 def test_a_static_tree_needs_as_many_tokens_as_a_node_has_children(num_children: int, fits: bool) -> None:
     paths = tuple((rank,) for rank in range(num_children))
     tree = TreeConfig(kind="static", num_speculative_tokens=num_children, static_paths=paths)
-    assert bool(Bench(tree=tree).tree_graphs._grow) is fits
+    graphs = Bench(tree=tree).tree_graphs
+    assert bool(graphs._grow) is bool(graphs._plans) is fits
+    for plan in graphs._plans.values():  # as the kernels read them
+        assert {getattr(plan.metadata, name).dtype.name for name in ("slot_N", "visible_N", "base_B")} == {"int32"}
 
 
 @pytest.mark.parametrize(
@@ -434,7 +437,6 @@ def test_rows_write_to_pages_of_their_own_request_or_to_the_null_page(bench):
     bench.grown([Ask(base=base) for base in bases])
     metadata = bench.tree_graphs._plans[4].metadata
     assert metadata.query_offsets.tolist() == [0, NODES, 2 * NODES, 3 * NODES, 4 * NODES]
-    assert metadata.slot_N.dtype == np.int32
     owner_N = metadata.owner_N
     assert (keys_N(metadata, owner_N) == metadata.base_B[owner_N] + 1 + NODES).all(), "any row may be an ancestor"
     slots = metadata.physical(owner_N, metadata.slot_N, PAGE).reshape(4, NODES)
