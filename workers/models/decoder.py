@@ -56,22 +56,11 @@ class DecoderLayer(NamedTuple):
 
     def __call__(self, x_ND: Tensor, rotation: Rotation, plan: AttentionPlan, kv: KVPool, index: int) -> Tensor:
         """Run the layer on [N, D]. index: its layer in the KV pool."""
-        x_ND, delta_ND = self.run(x_ND, None, rotation, plan, kv, index)
-        return x_ND + delta_ND
-
-    def run(
-        self, x_ND: Tensor, delta_ND: Tensor | None, rotation: Rotation, plan: AttentionPlan, kv: KVPool, index: int
-    ) -> tuple[Tensor, Tensor]:
-        """Run the layer on x + delta, and return two such terms: whoever adds them can also norm them."""
         eps, kernels = self.attention.eps, self.attention.kernels
-        if delta_ND is not None:
-            assert self.input_norm_D is not None
-            x_ND, normed_ND = kernels.add_rms_norm(x_ND, delta_ND, self.input_norm_D, eps)
-        else:
-            normed_ND = x_ND if self.input_norm_D is None else kernels.rms_norm(x_ND, self.input_norm_D, eps)
-        attended_ND = self.attention(normed_ND, rotation, plan, kv, index)
-        x_ND, normed_ND = kernels.add_rms_norm(x_ND, attended_ND, self.post_norm_D, eps)
-        return x_ND, self.mlp(normed_ND)
+        normed_ND = x_ND if self.input_norm_D is None else kernels.rms_norm(x_ND, self.input_norm_D, eps)
+        delta_ND = self.attention(normed_ND, rotation, plan, kv, index)
+        x_ND, normed_ND = kernels.add_rms_norm(x_ND, delta_ND, self.post_norm_D, eps)
+        return x_ND + self.mlp(normed_ND)
 
 
 class Decoder(BaseDecoder):
@@ -150,17 +139,14 @@ class Decoder(BaseDecoder):
         """See `BaseDecoder.forward`."""
         rotation = self._rope(positions_N)
         captured: dict[int, Tensor] = {}
-        x_ND, delta_ND = F.embedding(tokens_N, self._embedding_VD), None
+        x_ND = F.embedding(tokens_N, self._embedding_VD)
         for index, layer in enumerate(self._layers):
             if index in self.tap_layers:
-                captured[index] = x_ND = x_ND if delta_ND is None else x_ND + delta_ND
-                delta_ND = None
-            x_ND, delta_ND = layer.run(x_ND, delta_ND, rotation, plan, kv, index)
-        assert delta_ND is not None
-        x_ND, final_ND = self.kernels.add_rms_norm(x_ND, delta_ND, self._final_norm_D, self.spec.rms_norm_eps)
+                captured[index] = x_ND
+            x_ND = layer(x_ND, rotation, plan, kv, index)
         captured[len(self._layers)] = x_ND
         taps_N3D = torch.cat([captured[tap] for tap in self.tap_layers], dim=-1) if self.tap_layers else None
-        return Hidden(final_ND, taps_N3D)
+        return Hidden(self.kernels.rms_norm(x_ND, self._final_norm_D, self.spec.rms_norm_eps), taps_N3D)
 
     @torch.inference_mode()
     def logits(self, hidden_ND: Tensor) -> Tensor:
