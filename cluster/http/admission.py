@@ -82,7 +82,7 @@ class Admission:
             return self._too_many(f"{num_pending} of at most {most} requests are pending; try later")
         if priority is None:
             return None
-        num_before = self._engine.num_before(priority)
+        num_before = self._engine.num_before(priority) if self._has_priorities else num_pending
         if num_before and num_before + num_choices > limit:
             return self._too_many(f"{num_before} of at most {limit} requests come before this one; try later")
         if wait_s is not None and (estimate_s := self._wait_s(num_before)) > wait_s:
