@@ -330,6 +330,14 @@ def fixed() -> Bench:
     return Bench(tree=FIXED)
 
 
+def assert_same_trees(at_once: GrownTrees, by_level: GrownTrees, count: int) -> None:
+    assert (at_once.num_levels, at_once.num_run) == (DEPTH, (DEPTH - 1) * count * NODES)
+    assert (at_once.pruned_BD == by_level.pruned_BD).all()
+    for b in range(count):
+        assert tree(at_once, b) == tree(by_level, b)
+        assert weights(at_once, b) == pytest.approx(weights(by_level, b), rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.parametrize("is_auto", [False, True])
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(asks=st.lists(ASK, min_size=1, max_size=5))
@@ -338,11 +346,7 @@ def test_static_trees_equal_those_grown_level_by_level(fixed: Bench, is_auto: bo
     options = {"policy": make_tree_policy(FIXED), "limits": limits_of(asks, auto=[is_auto] * len(asks))}
     by_level = grown(Draft(asks), **options)
     at_once = fixed.grown(asks, **options, expand=None)
-    assert (at_once.num_levels, at_once.num_run) == (DEPTH, (DEPTH - 1) * len(asks) * NODES)
-    assert (at_once.pruned_BD == by_level.pruned_BD).all()
-    for b in range(len(asks)):
-        assert tree(at_once, b) == tree(by_level, b)
-        assert weights(at_once, b) == pytest.approx(weights(by_level, b), rel=1e-4, abs=1e-5)
+    assert_same_trees(at_once, by_level, len(asks))
 
 
 BUDGETED = TreeConfig(num_speculative_tokens=NODES, max_depth=DEPTH, max_children=CHILDREN)
@@ -360,11 +364,7 @@ def test_trees_with_budgets_equal_those_grown_level_by_level(budgeted: Bench, as
     options = {"policy": make_tree_policy(BUDGETED), "limits": limits_of(asks, auto=[False] * len(asks))}
     by_level = grown(Draft(asks), **options)
     at_once = budgeted.grown(asks, **options, expand=None)
-    assert (at_once.num_levels, at_once.num_run) == (DEPTH, (DEPTH - 1) * len(asks) * NODES)
-    assert (at_once.pruned_BD == by_level.pruned_BD).all()
-    for b in range(len(asks)):
-        assert tree(at_once, b) == tree(by_level, b)
-        assert weights(at_once, b) == pytest.approx(weights(by_level, b), rel=1e-4, abs=1e-5)
+    assert_same_trees(at_once, by_level, len(asks))
 
 
 def test_a_higher_threshold_gives_a_subset_on_the_device_too(budgeted: Bench) -> None:
@@ -381,14 +381,15 @@ def test_a_higher_threshold_gives_a_subset_on_the_device_too(budgeted: Bench) ->
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"limits": [True, True]}, {"limits": [True, False]}, {"traced_B": np.array([True, False])}],
+    ("auto", "traced"),
+    [([True, True], None), ([True, False], None), ([False, False], np.array([True, False]))],
     ids=["auto", "auto for some", "traced"],
 )
-def test_other_requests_to_a_service_of_budgets_grow_level_by_level(budgeted: Bench, change: dict[str, Any]) -> None:
+def test_other_requests_to_a_service_of_budgets_grow_level_by_level(
+    budgeted: Bench, auto: list[bool], traced: np.ndarray | None
+) -> None:
     asks = [Ask(min_prob=0.2), Ask(model=1)]
-    auto = change.pop("limits", [False, False])
-    options = {"policy": make_tree_policy(BUDGETED), "limits": limits_of(asks, auto=auto)} | change
+    options = {"policy": make_tree_policy(BUDGETED), "limits": limits_of(asks, auto=auto), "traced_B": traced}
     got, expected = budgeted.grown(asks, **options), grown(Draft(asks), **options)
     assert any(budgeted.draft.last_row_B) and tree(got, 1) == tree(expected, 1)
 

@@ -88,7 +88,7 @@ def test_dead_nodes_have_no_candidates(kind: NodeKind) -> None:
 
 
 def test_a_tree_ends_where_no_draft_token_may_follow(grammars: Grammars) -> None:
-    """Of the vocabulary, c and a, nothing may follow a, and both may follow c."""
+    """Nothing may follow a, and both tokens of the vocabulary, c and a, may follow c."""
     grown = grow(
         torch.zeros(1, 2),
         np.array([1]),
