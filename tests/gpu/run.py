@@ -53,7 +53,8 @@ TOGETHER = [
          tests("-n", "6", "-p", "no:benchmark", "tests/gpu/test_gpu_kernels.py", "tests/gpu/test_gpu_rejection.py")),
     Part("graphs", "replays against eager steps", 5, tests("tests/gpu/test_gpu_graphs.py")),
     Part("link", "the NCCL link between drafter and verifier", 5, tests(TESTS, "-k", "nccl")),
-    Part("engines", "the other tests of engines", 8, tests(TESTS, "-k", "not nccl and not (greedy and auto)")),
+    Part("split", "the target on two ranks", 6, tests(TESTS, "-k", "split")),
+    Part("engines", "the other tests of engines", 8, tests(TESTS, "-k", "not (nccl or split or greedy and auto)")),
     Part("weights", "the weights of the padded 8B target, for the benchmarks", 4, ("tests.gpu.weights", CACHE)),
 ]  # fmt: skip
 ALONE = [

@@ -37,7 +37,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing was shown about GPUs here"),
 ]
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 NUM_TOKENS = 64
 
 
@@ -66,9 +65,7 @@ def test_greedy_tokens_equal_transformers_generate(tree: TreeConfig | None, trut
 @pytest.mark.parametrize("options", [{"enforce_eager": True}, {"kernels": "torch"}], ids=["eager", "torch"])
 def test_neither_graphs_nor_kernels_change_a_token(options: dict[str, object], truth: list[list[int]]) -> None:
     """The other tests run Triton kernels from graphs."""
-    jobs = [GenerationJob(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
-    with Runner(on_cuda(DYNAMIC, **options)) as runner:
-        assert [answer.tokens for answer in runner.run(jobs, concurrency=8)] == truth
+    assert tokens_of(on_cuda(DYNAMIC, **options)) == truth
 
 
 def test_seeded_tokens_do_not_depend_on_speculation() -> None:
@@ -79,10 +76,11 @@ def test_seeded_tokens_do_not_depend_on_speculation() -> None:
         assert [answer.tokens for answer in drafted.run(jobs, concurrency=8)] == alone
 
 
-@pytest.mark.parametrize("tree", [CHAIN, AUTO], ids=["chain", "auto"])
-def test_nccl_carries_the_same_tokens(
-    monkeypatch: pytest.MonkeyPatch, tree: TreeConfig, truth: list[list[int]]
-) -> None:
+@pytest.fixture
+def a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Show the only GPU four times, and make NCCL believe that every rank is on a machine of its own."""
+    if torch.cuda.device_count() > 1:
+        return
     start = RankStarter.start
 
     def start_elsewhere(*args: Any, env: Mapping[str, str], **options: Any) -> RankProcess:
@@ -90,21 +88,32 @@ def test_nccl_carries_the_same_tokens(
         return start(*args, env={**env, **own_machine}, **options)
 
     monkeypatch.setattr(RankStarter, "start", start_elsewhere)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
-    config = on_cuda(tree, num_pages=1000)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0,0,0")
+
+
+@pytest.mark.usefixtures("a_gpu_for_each_rank")
+@pytest.mark.parametrize("tree", [CHAIN, AUTO], ids=["chain", "auto"])
+def test_nccl_carries_the_same_tokens(tree: TreeConfig, truth: list[list[int]]) -> None:
+    assert tokens_of(on_gpus(tree)) == truth
+
+
+@pytest.mark.usefixtures("a_gpu_for_each_rank")
+@pytest.mark.parametrize(("draft_tp", "placement"), [(1, "colocated"), (2, "colocated"), (1, "dedicated")])
+def test_a_split_target_gives_the_same_tokens(draft_tp: int, placement: Any, truth: list[list[int]]) -> None:
+    assert tokens_of(on_gpus(AUTO, tp=2, draft_tp=draft_tp, placement=placement)) == truth
+
+
+def on_gpus(tree: TreeConfig, placement: Any = "dedicated", **options: Any) -> EngineConfig:
+    """Return an engine whose ranks have a GPU each, or few enough pages for all to share one."""
+    config = bundled(tree, device="cuda", dtype="float32", num_pages=1000, **options)
     assert config.draft is not None
-    config = replace(config, draft=replace(config.draft, placement="dedicated"))
+    return replace(config, draft=replace(config.draft, placement=placement))
+
+
+def tokens_of(config: EngineConfig) -> list[list[int]]:
     jobs = [GenerationJob(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
     with Runner(config) as runner:
-        assert [answer.tokens for answer in runner.run(jobs, concurrency=8)] == truth
-
-
-@needs_two
-@pytest.mark.parametrize("draft_tp", [1, 2])
-def test_two_gpus_give_the_tokens_of_one(draft_tp: int, truth: list[list[int]]) -> None:
-    jobs = [GenerationJob(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
-    with Runner(on_cuda(DYNAMIC, tp=2, draft_tp=draft_tp)) as runner:
-        assert [answer.tokens for answer in runner.run(jobs, concurrency=8)] == truth
+        return [answer.tokens for answer in runner.run(jobs, concurrency=8)]
 
 
 def test_bfloat16_logits_stay_within_five_percent_of_float32() -> None:
