@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from drafter.proposers.base import ModelProposer, root_rows
-from drafter.tree.frontier import Frontier
+from drafter.tree.frontier import Frontier, RootLogits
 from drafter.tree.grow import GrownTrees
 from drafter.tree.score import score
 from workers.types import DraftReply, DraftRequest, NodeKind, Rule, TreeBatch, TreeTrace
@@ -42,7 +42,7 @@ _RETRY_EVERY = 64
 """How many messages pass before pre-drafting is tried again where it took longer than the target."""
 _RATE = 0.1  # of the averages
 
-Grow = Callable[[DraftRequest, Tensor], GrownTrees]
+Grow = Callable[[DraftRequest, RootLogits], GrownTrees]
 """Grows a tree for each growing request of a message whose rows were fed, given the logits at the roots."""
 
 
@@ -88,7 +88,7 @@ class PreDrafter:
         self._fanout = MAX_FANOUT if is_forced else 4
         self._request: DraftRequest | None = None  # the last message
         self._trees: TreeBatch  # of its reply
-        self._roots: Tensor | None = None  # logits at its roots; None = its rows are not fed yet
+        self._roots: RootLogits | None = None  # of its trees; None = its rows are not fed yet
         self._grown: GrownTrees | None = None  # trees below the predicted outcomes ...
         self._tree_of: dict[_Outcome, int] = {}  # ... and which of them belongs to which
         self._replied_at = 0.0
@@ -112,10 +112,8 @@ class PreDrafter:
             grown, self._roots = _select(self._grown, trees_G, request), None
         else:
             num_hits = 0
-            roots = self._proposer.extend(request)
-            assert isinstance(roots, Tensor)
-            self._roots = roots
-            grown = self._grow(request, roots)
+            self._roots = self._proposer.extend(request)
+            grown = self._grow(request, self._roots)
         self._request, self._trees = request, grown.trees
         self._grown, self._tree_of = None, {}
         self._replied_at = time.perf_counter()
@@ -128,9 +126,7 @@ class PreDrafter:
         if request is None:
             return
         if self._roots is None:
-            roots = self._proposer.extend(request)
-            assert isinstance(roots, Tensor)
-            self._roots = roots
+            self._roots = self._proposer.extend(request)
         self._request = None
         if not _can_predict(request) or not self._has_time():
             return
@@ -139,16 +135,16 @@ class PreDrafter:
         # Growing the trees takes about as long as reading the last ones.
         self._ahead_s = _average(self._ahead_s, elapsed_s if is_done else 2 * elapsed_s)
 
-    def _draft_outcomes(self, request: DraftRequest, logits_GV: Tensor, is_interrupted: Callable[[], bool]) -> bool:
+    def _draft_outcomes(self, request: DraftRequest, roots: RootLogits, is_interrupted: Callable[[], bool]) -> bool:
         """Grow trees below the predicted outcomes; return False if the next message arrived first."""
+        logits_GV = roots() if callable(roots) else roots
+        assert isinstance(logits_GV, Tensor), "n-gram lookup does not draft ahead"
         predictions = self._predict(request, logits_GV, is_interrupted)
         if predictions is None or is_interrupted():
             return False
         if predictions:
             message = self._message(request, predictions)
-            roots = self._proposer.extend(message)
-            assert isinstance(roots, Tensor)
-            self._grown = self._grow(message, roots)
+            self._grown = self._grow(message, self._proposer.extend(message))
             self._tree_of = self._outcomes(request, predictions)
         return True
 

@@ -28,7 +28,7 @@ from drafter.proposers.base import (
 from drafter.proposers.eagle import FcHead
 from drafter.proposers.eagle3 import Eagle3Head
 from drafter.proposers.ngram import MatchLengths, NgramProposer
-from drafter.tree.frontier import DraftVocabulary, GrowLimits, NgramCandidates
+from drafter.tree.frontier import DraftVocabulary, GrowLimits, RootLogits
 from drafter.tree.grow import GrownTrees, grow
 from drafter.tree.policy import TreePolicy, make_tree_policy
 from drafter.workspace import draft_workspace
@@ -190,7 +190,7 @@ def draft(
 
 def grow_trees(
     request: DraftRequest,
-    roots: Tensor | NgramCandidates,
+    roots: RootLogits,
     proposer: Proposer,
     policy: TreePolicy,
     *,

@@ -30,9 +30,10 @@ _BLOCK = 2048
 def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
     """Count a rank's workspace; n-gram lookup needs none.
 
-    buffers    as the target's, with a feature for each row; for whole trees features, root logits, token counts and the
-               noise of every level; the noise cache
-    captured   a pass of the most rows, and apart from it the widest level of the most trees: a pass, and its logits
+    buffers    as the target's, with a feature for each row; for whole trees the roots' rows, token counts and the noise
+               of every level; the noise cache
+    captured   a pass of the most rows, and apart from it the widest level of the most trees: a pass, its logits, and
+               those of the roots
     eager      every node's feature; the larger of a pass without a graph and of a level that is grown without one
     """
     if spec is None:
@@ -54,10 +55,10 @@ def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
     if own and ranks == 1 and (trees := buckets(config.max_num_seqs, N, V)):
         B = trees[0]
         table = 4 * config.draft_table_width
-        buffers += B * (H * item + 4 * V * (2 + tree.longest_path))
+        buffers += B * (layers.hidden_size * item + 4 * V * (1 + tree.longest_path))
         buffers += sum(plan_bytes(shape, n * N, n, table) for n in trees)
         best = 16 * tree.num_children * -(-V // _BLOCK)
-        captured += pass_bytes(shape, config, B * N) + B * N * (logits + 4 * V + best + cut_bytes(V))
+        captured += pass_bytes(shape, config, B * N) + B * N * (logits + 4 * V + best + cut_bytes(V)) + B * logits
     rows = max_message_rows(config)
     eager_pass = pass_bytes(shape, config, rows) if rows > min(most, MOST_ROWS) else 0
     trees_at_once = max(config.max_num_seqs, MIN_OUTCOMES if config.has_predrafting else 0)

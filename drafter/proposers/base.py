@@ -1,6 +1,7 @@
 """Proposers: draft models that read committed tokens and return the logits of tree nodes.
 
-    extend   runs the newly committed rows of every request (causal, KV kept) and returns the logits at each new root
+    extend   runs the newly committed rows of every request (causal, KV kept) and returns the logits at each new root,
+             or what computes them, where a graph that grows whole trees does so itself
     expand   runs one tree level; a node's KV goes to slot base + row behind the prefix, and the next extend simply
              overwrites it
 
@@ -13,6 +14,7 @@ Legend: B requests of the message, G of them growing, M fed rows, F frontier nod
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 from drafter.proposers.feature_head import FeatureHead
-from drafter.tree.frontier import DraftVocabulary, Frontier, NgramCandidates, TreeRoots
+from drafter.tree.frontier import DraftVocabulary, Frontier, NgramCandidates, RootLogits, TreeRoots
 from drafter.tree.tree_graphs import TreeGraphs
 from workers.config import EngineConfig
 from workers.cuda_graphs import Graphs, sizes
@@ -42,7 +44,7 @@ class Proposer(Protocol):
         """Grow all levels of the trees at once; None = they are expanded level by level."""
         ...
 
-    def extend(self, request: DraftRequest) -> Tensor | NgramCandidates:
+    def extend(self, request: DraftRequest) -> RootLogits:
         """Feed all rows; return the root logits [G, V] of the requests that want a tree, in order."""
         ...
 
@@ -109,37 +111,48 @@ class FeatureProposer:
         self.num_pages = kv.num_slots // page_size
         self._head, self._kv, self._page_size, self._tree_rows = head, kv, page_size, tree_rows
         self._roots: TreeRoots
-        self._hidden_GRH: Tensor  # each node's feature for its children
+        self._root_GH: Tensor
+        self._hidden_GRH: Tensor | None = None  # each node's feature for its children; None = not read yet
 
-    def extend(self, request: DraftRequest) -> Tensor:
+    def extend(self, request: DraftRequest) -> Tensor | Callable[[], Tensor]:
         """See `Proposer`."""
         assert request.features_MH is not None, "a feature head is fed features"
         slot_M = fed_slots(request)
         position_M, attention = torch.from_numpy(slot_M - np.int32(1)), _fed_attention(request, slot_M)
         hidden_MH = self._run(request.token_M, request.features_MH, position_M, attention)
-        self._roots = TreeRoots.of(request)
-        root_GH = hidden_MH[to_device(root_rows(request), hidden_MH.device)]
-        self._hidden_GRH = root_GH.new_empty(root_GH.shape[0], self._tree_rows, root_GH.shape[1])
-        self._hidden_GRH[:, 0] = root_GH
+        self._roots, self._hidden_GRH = TreeRoots.of(request), None
+        row_G = to_device(root_rows(request), hidden_MH.device)
         if self.tree_graphs is not None:
-            self.tree_graphs.set_roots(self._roots, root_GH)
-        # Zero rows would make compiled kernels compile once more.
-        return self._head.logits(root_GH) if root_GH.shape[0] else root_GH.new_zeros(0, self.vocab.size).float()
+            self._root_GH = self.tree_graphs.set_roots(self._roots, hidden_MH, row_G)
+            return self._root_logits
+        self._root_GH = hidden_MH[row_G]
+        return self._root_logits()
 
     def expand(self, frontier: Frontier) -> Tensor:
         """See `Proposer`."""
-        device = self._hidden_GRH.device
+        device = self._root_GH.device
         index = (frontier.request_F, frontier.parent_row_F, frontier.row_F)
         g, parent, row = all_to_device([rows.astype("int64") for rows in index], device)
         position_F, attention = self._roots.position_F(frontier) - 1, self._roots.attention(frontier)
-        hidden_FH = self._run(torch.from_numpy(frontier.token_F), self._hidden_GRH[g, parent], position_F, attention)
-        self._hidden_GRH[g, row] = hidden_FH
+        hidden_GRH = self.node_features
+        hidden_FH = self._run(torch.from_numpy(frontier.token_F), hidden_GRH[g, parent], position_F, attention)
+        hidden_GRH[g, row] = hidden_FH
         return self._head.logits(hidden_FH)
 
     @property
     def node_features(self) -> Tensor:
-        """See `Proposer`."""
+        """See `ModelProposer`."""
+        if self._hidden_GRH is None:
+            num_requests, width = self._root_GH.shape
+            self._hidden_GRH = self._root_GH.new_empty(num_requests, self._tree_rows, width)
+            self._hidden_GRH[:, 0] = self._root_GH
         return self._hidden_GRH
+
+    def _root_logits(self) -> Tensor:
+        # Zero rows would make compiled kernels compile once more.
+        if not len(self._root_GH):
+            return self._root_GH.new_zeros(0, self.vocab.size).float()
+        return self._head.logits(self._root_GH)
 
     def copy_slots(self, source: Tensor, target: Tensor) -> None:
         """See `Proposer`."""
@@ -181,6 +194,7 @@ def head_tree_graphs(head: FeatureHead, kv: KVPool, config: EngineConfig, *, is_
 
     return TreeGraphs(
         run,
+        head.logits,
         partial(head.plan, page_size=config.page_size),
         torch.zeros(1, head.width, dtype=head.dtype, device=head.device),
         head.vocab,
@@ -209,15 +223,16 @@ class DraftModelProposer:
         self._model, self._kv, self._page_size = model, kv, page_size
         self._roots: TreeRoots
 
-    def extend(self, request: DraftRequest) -> Tensor:
+    def extend(self, request: DraftRequest) -> Tensor | Callable[[], Tensor]:
         """See `Proposer`."""
         slot_M = fed_slots(request)
         hidden_MD = self._run(request.token_M, torch.from_numpy(slot_M), _fed_attention(request, slot_M))
         self._roots = TreeRoots.of(request)
-        root_GD = hidden_MD[to_device(root_rows(request), hidden_MD.device)]
+        row_G = to_device(root_rows(request), hidden_MD.device)
         if self.tree_graphs is not None:
-            self.tree_graphs.set_roots(self._roots, root_GD[:, :0])
-        return self._model.full_logits(root_GD)
+            root_GD = self.tree_graphs.set_roots(self._roots, hidden_MD, row_G)
+            return partial(self._model.full_logits, root_GD)
+        return self._model.full_logits(hidden_MD[row_G])
 
     def expand(self, frontier: Frontier) -> Tensor:
         """See `Proposer`."""
@@ -245,17 +260,19 @@ class DraftModelProposer:
 def decoder_tree_graphs(
     model: BaseDecoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True
 ) -> TreeGraphs:
-    """Capture the growth of whole trees by a draft model, whose features have width 0."""
+    """Capture the growth of whole trees by a draft model, which reads no features."""
 
     def run(plan: AttentionPlan, tokens_N: Tensor, features_N0: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         return features_N0, model.full_logits(model.forward(tokens_N, positions_N, plan, kv).final_ND)
 
     return TreeGraphs(
         run,
+        model.full_logits,
         partial(model.plan, page_size=config.page_size),
-        torch.zeros(1, 0, device=model.device),
+        torch.zeros(1, model.spec.hidden_size, dtype=model.dtype, device=model.device),
         DraftVocabulary(target_size=model.spec.vocab_size, kernels=model.kernels),
         model.kernels,
         config,
+        reads_features=False,
         is_captured=is_captured,
     )

@@ -12,7 +12,7 @@ V draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -206,3 +206,7 @@ class NgramCandidates(NamedTuple):
     def rows(self, at: np.ndarray) -> NgramCandidates:
         """Select nodes by mask or index."""
         return NgramCandidates(self.token_FK[at], self.log_q_FK[at])
+
+
+RootLogits = Tensor | NgramCandidates | Callable[[], Tensor]
+"""The draft distributions at the roots of a step's trees, logits [G, V], or what computes them on demand."""

@@ -43,6 +43,7 @@ from drafter.tree.frontier import (
     GrowLimits,
     NgramCandidates,
     PrunedNodes,
+    RootLogits,
     SampledNodes,
     TreeNodes,
     UnprunedTrees,
@@ -113,7 +114,7 @@ class GrownTrees(NamedTuple):
 
 
 def grow(
-    roots: Tensor | NgramCandidates,
+    roots: RootLogits,
     root_token_B: np.ndarray,
     root_index_B: np.ndarray,
     *,
@@ -132,7 +133,7 @@ def grow(
     """Grow one tree per request.
 
     Args:
-        roots: the draft's distribution at each root.
+        roots: the draft's distribution at each root; not asked for where `tree_graphs` grow the trees.
         root_index_B: index of the token drawn at the root (the root's position + 1); a child of a depth-d node stands
             for index root_index + d.
         sampling: on the host.
@@ -148,10 +149,11 @@ def grow(
     is_best_first_B = limits.is_auto_B & ~limits.is_sampled_B & isinstance(policy, DynamicTreePolicy)
     fit_D2 = None if tree_graphs is None else tree_graphs.fit_of(limits, costs, is_traced=traced_B is not None)
     if tree_graphs is not None and fit_D2 is not None and _only_penalize(logits_states):
-        assert isinstance(roots, Tensor), "only draft models have tree graphs"
-        grown = tree_graphs(roots, root_token_B, root_index_B, limits, sampling, logits_states, fit_D2)
+        grown = tree_graphs(root_token_B, root_index_B, limits, sampling, logits_states, fit_D2)
         if grown is not None:
             return _finish(grown, limits, cost_model, traced_B)
+    if callable(roots):
+        roots = roots()
 
     growths: list[Growth] = []
     best_first, budgeted = np.flatnonzero(is_best_first_B), np.flatnonzero(~is_best_first_B)

@@ -2,11 +2,11 @@
 
     TreeGraphs(run, plan, ...)                       the buffers and the graphs
         .fit_of(limits, costs, is_traced)            whether a graph grows such trees
-        .set_roots(roots, features_GH)               where this step's trees begin, set by the draft model's `extend`
-        (roots_GV, ...) -> UnprunedTrees | None      one replay, one copy to the host
+        .set_roots(roots, hidden_MX, row_G)          where this step's trees begin, set by the draft model's `extend`
+        (...) -> UnprunedTrees | None                one replay, one copy to the host
 
-Legend: B requests of a bucket, G of a step, N nodes of a tree, R = 1 + N rows, D levels, V draft vocabulary, H width of
-a feature.
+Legend: B requests of a bucket, G of a step, M fed rows, N nodes of a tree, R = 1 + N rows, D levels, V draft
+vocabulary, X width of the draft model's output, H width of a feature: X or 0.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ _LOGITS_EDITS = ((False, False), (True, False), (True, True))
 _NO_BASE = 1
 """The root's slot of a padding request, never before a model's first slot."""
 
+_FIT_BYTES = 2 * 4
+"""Of a level: a and b in float32."""
+
+_TABLE_ROW_BYTES = 8 * len(RowParameters._fields)
+
 _NO_PENALTIES = np.array([[1.0, 0.0, 0.0]])
 """Repetition, frequency and presence."""
 
@@ -82,8 +87,10 @@ class TreeGraphs:
 
     Args:
         run: the draft model's pass over tree rows.
+        root_logits: its logits [B, V] at roots, from its outputs [B, X] there.
         plan: plans its attention, for kernels whose plans can be moved.
-        example_1H: a feature, on the device.
+        example_1X: a row of its output, on the device.
+        reads_features: whether its output is also the feature for the children; otherwise they read none.
         root_position: the root's position in the draft model, less the root's slot.
         is_captured: see `workers.cuda_graphs.Graphs`.
     """
@@ -91,32 +98,35 @@ class TreeGraphs:
     def __init__(
         self,
         run: RunRows,
+        root_logits: Callable[[Tensor], Tensor],
         plan: Callable[[AttentionMetadata], Any],
-        example_1H: Tensor,
+        example_1X: Tensor,
         vocab: DraftVocabulary,
         kernels: Kernels,
         config: EngineConfig,
         *,
+        reads_features: bool = True,
         root_position: int = 0,
         is_captured: bool = True,
     ) -> None:
         assert config.draft is not None
-        self._run, self._page_size = run, config.page_size
+        self._run, self._root_logits, self._page_size = run, root_logits, config.page_size
         self._root_position = root_position
         self._tree, self._vocab, self._kernels = config.draft.tree, vocab, kernels
         self._table_width = config.draft_table_width
-        device = example_1H.device
+        device = example_1X.device
         self._shape = device_shape(self._tree, device)
         sizes = buckets(config.max_num_seqs, self._tree.num_speculative_tokens, vocab.size)
         if self._tree.paths and vocab.size < self._tree.num_children:
             sizes = []
         B, D, V = max(sizes, default=0), self._tree.longest_path, vocab.size
-        self._features_BH = example_1H.new_zeros(B, example_1H.shape[1])
-        self._roots_BV = example_1H.new_zeros(B, V, dtype=torch.float32)
-        self._noise_BDV = example_1H.new_zeros(B, D, V, dtype=torch.float32)
-        self._count_BV = example_1H.new_zeros(B, V, dtype=torch.float32)
-        self._parameters = example_1H.new_zeros(B, len(RowParameters._fields), dtype=torch.float64)
-        self._fit_D2 = example_1H.new_zeros(D, 2, dtype=torch.float32)
+        self._hidden_BX = example_1X.new_zeros(B, example_1X.shape[1])
+        self._features_BH = self._hidden_BX if reads_features else self._hidden_BX[:, :0]
+        self._noise_BDV = example_1X.new_zeros(B, D, V, dtype=torch.float32)
+        self._count_BV = example_1X.new_zeros(B, V, dtype=torch.float32)
+        # The calibration of each level, then the parameters of each request: one copy sends both.
+        self._sent = example_1X.new_zeros(_FIT_BYTES * D + _TABLE_ROW_BYTES * B, dtype=torch.uint8)
+        self._fit_D2, self._parameters = _views(self._sent, D)
         self._plans: dict[int, Any] = {n: plan(self._attention(n)) for n in sizes}
         self._recorder = Recorder(device)
         self._grow: dict[tuple[int, bool, bool], Callable[[], Tensor]] = {}
@@ -145,13 +155,15 @@ class TreeGraphs:
             return costs.calibration_D2 if is_fit and costs is not None else None
         return None if is_best_first else _UNCALIBRATED
 
-    def set_roots(self, roots: TreeRoots, features_GH: Tensor) -> None:
-        """Set where the trees of this step begin, and each root's feature for its children."""
-        self._roots, self._root_features_GH = roots, features_GH
+    def set_roots(self, roots: TreeRoots, hidden_MX: Tensor, row_G: Tensor) -> Tensor:
+        """Set where the trees of this step begin. Return the outputs at their roots, which the next call overwrites."""
+        self._roots = roots
+        if len(row_G) > len(self._hidden_BX):
+            return hidden_MX[row_G]  # and no graph grows so many trees
+        return torch.index_select(hidden_MX, 0, row_G, out=self._hidden_BX[: len(row_G)])
 
     def __call__(
         self,
-        roots_GV: Tensor,
         root_token_G: np.ndarray,
         root_index_G: np.ndarray,
         limits: GrowLimits,
@@ -180,13 +192,12 @@ class TreeGraphs:
         has_noise_G = kind_G == NodeKind.COUPLED.value
         position_G = self._roots.base_G + self._root_position
         # Padding requests have parameters of zero, so their stale values in other buffers have no effect.
-        table = np.zeros((num_requests, self._parameters.shape[1]))
+        num_levels = self._tree.longest_path
+        sent = torch.zeros(_FIT_BYTES * num_levels + _TABLE_ROW_BYTES * num_requests, dtype=torch.uint8)
+        own_fit_D2, table = (view.numpy() for view in _views(sent, num_levels))
+        fit_D2.numpy().take(range(num_levels), axis=0, out=own_fit_D2, mode="clip")
         RowParameters.fill(table[:num_trees], root_token_G, position_G, has_noise_G, limits, sampling, penalties_G3)
-        self._parameters[:num_requests].copy_(torch.from_numpy(table), non_blocking=True)
-        self._roots_BV[:num_trees].copy_(roots_GV)
-        self._features_BH[:num_trees].copy_(self._root_features_GH)
-        levels = range(self._tree.longest_path)
-        self._fit_D2.copy_(torch.from_numpy(fit_D2.numpy().take(levels, axis=0, mode="clip")), non_blocking=True)
+        self._sent[: len(sent)].copy_(sent, non_blocking=True)
         self._fill_noise(has_noise_G.nonzero()[0], root_index_G, sampling)
         if has_penalties:
             write_token_counts(self._count_BV[:num_requests], logits_states, self._vocab.columns)
@@ -209,7 +220,6 @@ class TreeGraphs:
             kind_N=np.where(row == 0, NodeKind.ROOT.value, kind_G[b]).astype(np.uint8),
             path_prob_N=path_prob,
         )
-        num_levels = self._tree.longest_path
         return UnprunedTrees(
             nodes=nodes,
             sampled=[],
@@ -247,7 +257,8 @@ class TreeGraphs:
             num_nodes=self._tree.num_speculative_tokens,
         )
         levels = make_levels(inputs, options)
-        grow_on_device(levels, self._roots_BV[:num_requests], read, self._tree.longest_path)
+        roots_BV = self._root_logits(self._hidden_BX[:num_requests])
+        grow_on_device(levels, roots_BV, read, self._tree.longest_path)
         pruned = () if levels.pruned_BD is None else (levels.pruned_BD,)
         return torch.cat([field.double() for field in (*levels.nodes[:5], *pruned)], dim=1)
 
@@ -293,3 +304,9 @@ class TreeGraphs:
         table_BP = np.zeros((num_requests, width), dtype=np.int32)
         table_BP[:num_trees, :num_pages] = table_GP
         return base_B, table_BP
+
+
+def _views(sent: Tensor, num_levels: int) -> tuple[Tensor, Tensor]:
+    """Return what is sent to a graph, uint8, as the calibration [D, 2] and the table of its requests."""
+    fit, table = sent.tensor_split([_FIT_BYTES * num_levels])
+    return fit.view(torch.float32).view(num_levels, 2), table.view(torch.float64).view(-1, len(RowParameters._fields))

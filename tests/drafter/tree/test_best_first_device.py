@@ -118,14 +118,20 @@ class Draft:
     def roots(self) -> Tensor:
         return torch.stack([model_logits(ask.model, (), ask.model) for ask in self.asks])
 
+    def root_logits(self, hidden_B1: Tensor) -> Tensor:
+        """The models for the roots of `TreeGraphs`; rows beyond the requests are padding."""
+        logits_BV = torch.zeros(len(hidden_B1), V)
+        logits_BV[: len(self.asks)] = self.roots
+        return logits_BV
+
     @property
-    def start(self) -> tuple[TreeRoots, Tensor]:
+    def start(self) -> tuple[TreeRoots, Tensor, Tensor]:
         bases = [ask.base for ask in self.asks]
         table = np.zeros((len(bases), 1 + max(bases) // PAGE), dtype=np.int32)
         for b, base in enumerate(bases):
             table[b, : 1 + base // PAGE] = 1 + 20 * b + np.arange(1 + base // PAGE)
         roots = TreeRoots(np.array(bases, dtype=np.int32), table)
-        return roots, torch.tensor([[ask.model] for ask in self.asks]).float()
+        return roots, torch.tensor([[ask.model] for ask in self.asks]).float(), torch.arange(len(bases))
 
     def expand(self, frontier: Frontier) -> Tensor:
         """The models for `grow`, level by level."""
@@ -161,7 +167,14 @@ class Bench:
         assert CONFIG.draft is not None
         config = CONFIG if tree is None else replace(CONFIG, draft=replace(CONFIG.draft, tree=tree))
         self.tree_graphs = TreeGraphs(
-            lambda *given: self.draft.run(*given), Plan, torch.zeros(1, 1), vocab, TORCH, config, is_captured=False
+            lambda *given: self.draft.run(*given),
+            lambda hidden_B1: self.draft.root_logits(hidden_B1),
+            Plan,
+            torch.zeros(1, 1),
+            vocab,
+            TORCH,
+            config,
+            is_captured=False,
         )
 
     def grown(self, asks: Sequence[Ask], draft_costs: DraftCosts = FREE, **options: Any) -> GrownTrees:
@@ -521,6 +534,6 @@ def test_growth_does_not_synchronize_with_the_host(tree: TreeConfig) -> None:
 
     example_1V = torch.empty(1, V, device="meta")
     config = replace(CONFIG, draft=replace(CONFIG.draft, tree=tree))
-    tree_graphs = TreeGraphs(run, Plan, example_1V, vocab, kernels, config, is_captured=False)
+    tree_graphs = TreeGraphs(run, torch.clone, Plan, example_1V, vocab, kernels, config, is_captured=False)
     for (num_requests, *_), grow_all in tree_graphs._grow.items():
         assert grow_all().shape == (num_requests, 5 * (1 + NODES) + (0 if tree.prune.auto else DEPTH))
