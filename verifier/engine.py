@@ -1,8 +1,9 @@
-"""The engine loop, on verifier rank 0: take -> schedule -> draft -> verify -> commit -> emit.
+"""The engine loop, on verifier rank 0: take -> schedule -> draft -> verify -> commit, and emit.
 
 The engine owns every request's state, and the page allocator for the target's and the drafter's KV pools. Requests join
-and leave between steps. Only the drafter's reply and the target's forward block the loop. An engine that may lose its
-drafter goes on without drafts until a new one connects.
+and leave between steps. Only the drafter's reply and the target's forward block the loop, and while it waits for them
+it does what no other rank waits for: a step's tokens are emitted while the next one's drafts grow. An engine that may
+lose its drafter goes on without drafts until a new one connects.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class Engine:
     ) -> None:
         self._config = config
         self._target = target
+        target.meanwhile = self._catch_up
         self._drafter = drafter
         self._offer_link = offer_link
         self._offer: ChannelOffer | None = None  # while the drafter is lost
@@ -113,11 +115,19 @@ class Engine:
     def run(self) -> None:
         """Run steps forever. Raise FrontGone when the front disconnects, and PeerLost when a rank is lost."""
         while True:
-            self.step()
+            self._step()
             PULSE.advance()
 
     def step(self) -> None:
-        """Run one step, or only send what is to be sent if there is nothing to compute."""
+        """Run one step to its end, for callers that look at the engine between steps."""
+        self._step()
+        self._catch_up()
+
+    def _step(self) -> None:
+        """Run one step, or only send what is to be sent if there is nothing to compute.
+
+        The last part of a step, `_catch_up`, is left to the next one unless no request remains.
+        """
         self._take()
         step = schedule(
             self._waiting,
@@ -129,7 +139,7 @@ class Engine:
         )
         self._stats.lacks_pages = step.lacks_pages
         if step.is_empty:
-            return self._emit()
+            return self._catch_up()
         began = time.perf_counter()
         self._make_room(step)
         num_decoding = len(self._decoding())
@@ -146,7 +156,13 @@ class Engine:
         self._controller.observe(plan, StepOutcome(step, drafts, verdicts, exchange, 1e3 * seconds, num_decoding))
         self._stats.steps += 1
         self._stats.step_seconds += seconds
+        if not (self._running or self._waiting):
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Send the last step's tokens and finish learning from it, for which no other rank waits."""
         self._emit()
+        self._controller.catch_up()
 
     def stop(self) -> None:
         """Tell every other rank to leave."""
@@ -338,6 +354,7 @@ class Engine:
         if asked.sent_s is None or self._drafter is None:
             return None
         began = time.perf_counter()
+        self._catch_up()
         try:
             received = self._drafter.receive()
         except PeerLost as error:
@@ -362,6 +379,7 @@ class Engine:
         self._moves = []
         packed_at = time.perf_counter()
         drawn = self._target.run(target_step, self._stats.steps)
+        self._catch_up()  # if there was nothing to wait for
         drawn_at = time.perf_counter()
         if target_step.scored is not None:
             self._report_scores(step, self._target.scores())

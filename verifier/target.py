@@ -44,6 +44,7 @@ class Target:
     state_pool: with `fuse`, the memory for states that are not fed yet; the engine manages it.
     graphs: the decoder's CUDA graphs over this KV pool (`workers.cuda_graphs.decoder_graphs`); None = eager kernels.
     grammars: those of the requests; None = no request may have one.
+    meanwhile: set by the engine; called once in a step that draws tokens, while the GPU computes, or before on a CPU.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Target:
         self.state_pool = state_pool
         self.graphs = graphs
         self.grammars = grammars
+        self.meanwhile: Callable[[], None] = lambda: None
         self._role = f"verifier {decoder.tp.rank}"
         vocab_size = decoder.spec.vocab_size
         start, _, width = shard_vocab(vocab_size, decoder.tp)
@@ -79,6 +81,8 @@ class Target:
         """Rank 0: run one step on all ranks. Return the token drawn at each sampled row, or [] if no row draws one."""
         if self._peers is not None:
             self._peers.send(step, number)
+        if self._decoder.device.type == "cpu":
+            self.meanwhile()
         with naming_lost_peers(self._role, number):
             drawn = self._execute(step)
         assert drawn is not None
@@ -223,12 +227,13 @@ class Target:
             )
             if not step.has_draws:
                 if whole_RV.is_cuda:
+                    self.meanwhile()
                     with PULSE.on_device():
                         torch.cuda.current_stream().synchronize()  # so that the forward's time is measured here
                 return []
             draw = self._decoder.kernels.coupled_argmax
             drawn = draw(self._processed_RV, params_after_processing(params), index_R, 0, None, self._noise)
-            return _to_list(drawn[1])
+            return self._to_list(drawn[1])
         row_max_R = None
         if needs.min_p:
             row_max_R = logits_RW.amax(-1)
@@ -238,21 +243,22 @@ class Target:
             logits_RW, params, index_R, start, row_max_R, self._shard_noise
         )
         if tp.size == 1:
-            return _to_list(id_R)
+            return self._to_list(id_R)
         mine = torch.stack([score_R.double(), id_R.double()])  # ids are exact in float64
         shards = [torch.empty_like(mine) for _ in range(tp.size)]
         dist.all_gather(shards, mine, group=tp.group)
         score_TR, id_TR = torch.stack(shards, dim=1)
         # Among equal scores the first shard holds the lowest id, as argmax over the whole row would pick.
         best_1R = score_TR.argmax(0, keepdim=True)
-        return _to_list(id_TR.gather(0, best_1R)[0].long()) if tp.rank == 0 else None
+        return self._to_list(id_TR.gather(0, best_1R)[0].long()) if tp.rank == 0 else None
 
-
-def _to_list(id_R: Tensor) -> list[int]:
-    """Wait for the device's forward pass and return its tokens."""
-    with PULSE.on_device():
-        ids: list[int] = id_R.tolist()
-    return ids
+    def _to_list(self, id_R: Tensor) -> list[int]:
+        """Wait for the device's forward pass and return its tokens."""
+        if id_R.is_cuda:
+            self.meanwhile()
+        with PULSE.on_device():
+            ids: list[int] = id_R.tolist()
+        return ids
 
 
 def chosen_logprobs(logits_NV: Tensor, tokens: list[int], chosen: list[int]) -> list[TokenLogprobs]:

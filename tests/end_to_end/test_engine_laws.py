@@ -131,7 +131,7 @@ class Crowd(Bench):
     """Run many short requests, a hundred at a time."""
 
     def step(self) -> None:
-        self.engine.step()
+        self.engine._step()  # as `Engine.run` does
         self._read()
 
     def texts(self, kinds: dict[str, Kind]) -> dict[str, dict[int, Path]]:

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from verifier import worker as verifier_worker
 from verifier.adaptive.cost_model import UNPROFILED
 from verifier.adaptive.profile import warm_up
 from verifier.engine import Engine
+from verifier.target import Target
 from workers.comm.channel import Channel, DevicePart, Received, Transport
 from workers.comm.groups import World
 from workers.comm.ipc import FrameDecoder, FrameSocket, Speculation, StepOutput, Submit, TokenLogprobs, encode
@@ -43,6 +45,7 @@ from workers.comm.wire import Message
 from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.cuda_graphs import Recorder
 from workers.kernels.select import kernels_for
+from workers.models.decoder import Decoder
 from workers.models.layers import TensorParallel
 from workers.models.readers import read_specs
 from workers.types import Constraints, DraftRequest, SamplingSettings
@@ -232,7 +235,7 @@ def run(config: EngineConfig, jobs: list[Submit]) -> Run:
                 cuda.untold.clear()
             made, frames, unfinished = Run({job.id: [] for job in jobs}), FrameDecoder(), len(jobs)
             while unfinished:
-                engine.step()
+                engine._step()  # as `Engine.run` does
                 made.num_steps += 1
                 told = select.select([front], [], [], 0)[0]
                 for frame in frames.feed(front.recv(1 << 20)) if told else ():
@@ -327,6 +330,36 @@ def test_tree_graphs_give_the_cpus_tokens_with_one_wait_per_side(
     }
     assert drafts <= on_device.waits["workers.comm.channel._send"] <= on_device.num_steps
     assert set(on_device.untold) <= ONCE
+
+
+@pytest.mark.parametrize(
+    ("is_drafted", "order"), [(False, ["launch", "emit", "end"]), (True, ["emit", "receive", "launch", "end"])]
+)
+def test_a_steps_tokens_are_sent_while_the_next_step_is_computed(
+    models: Path, monkeypatch: pytest.MonkeyPatch, is_drafted: bool, order: list[str]
+) -> None:
+    """While drafts grow, and without drafts while the GPU computes."""
+    events: list[str] = []
+
+    def note(event: str, owner: type, name: str, *, is_before: bool = True) -> None:
+        real = getattr(owner, name)
+
+        def noting(self: Any, *given: Any) -> Any:
+            before = len(events)
+            result = real(self, *given)
+            events.insert(before if is_before else len(events), event)
+            return result
+
+        monkeypatch.setattr(owner, name, noting)
+
+    note("emit", FrameSocket, "send")
+    note("receive", Drafter, "receive")
+    note("launch", Decoder, "logits")
+    note("end", Target, "_to_list", is_before=False)
+    (job,) = jobs([SamplingSettings(temperature=0.0)], "coupled")
+    run(config_for(models, "eagle3", CHAIN), [replace(job, speculation=Speculation(enabled=is_drafted))])
+    steps = " ".join(events).split("end")[-6:-2]  # in which the request decodes, and goes on to do so
+    assert [step.split() for step in steps] == [order[:-1]] * 4
 
 
 @pytest.mark.parametrize(

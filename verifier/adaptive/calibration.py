@@ -45,12 +45,15 @@ class Calibration:
         return self._fit_D2.astype(np.float32)
 
     def learn(self, trees: TreeBatch, verdicts: list[Verdict], is_shown_B: np.ndarray) -> None:
-        """Learn from the trees of one step, whose weights the current fit calibrated. The fit moves every 4 steps.
+        """Learn from the trees of one step, whose weights the current fit calibrated.
 
         is_shown_B: the requests to learn from.
         """
         self._pending.append((trees, verdicts, is_shown_B))
-        if len(self._pending) == _STEPS_AT_ONCE:
+
+    def move(self) -> None:
+        """Move the fit by what was learnt, every 4 steps: this takes longer than the rest of a step's learning."""
+        if len(self._pending) >= _STEPS_AT_ONCE:
             seen, self._pending = self._pending, []
             self._step(*_observations(seen))
 

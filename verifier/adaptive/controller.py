@@ -233,6 +233,10 @@ class Controller:
 
     # ---- after it
 
+    def catch_up(self) -> None:
+        """Do what learning has left for a moment in which the engine waits."""
+        self._calibration.move()
+
     def observe(self, plan: Plan, outcome: StepOutcome) -> None:
         """Learn from the step's outcome. Takes almost no time without requests under `auto`."""
         step, num_nodes, num_trees = outcome.step, outcome.drafts.num_nodes, outcome.drafts.num_trees

@@ -35,6 +35,7 @@ def verdicts_of(a: float, b: float, num_steps: int, seed: int = 0) -> Calibratio
         tree = oracles.tree(parents, list(range(13)))
         object.__setattr__(tree, "weight_N", torch.tensor(weight, dtype=torch.float32))
         calibration.learn(tree, [Verdict(tuple(path), (0,), 12, 12)], np.array([True]))
+        calibration.move()
     return calibration
 
 
@@ -45,6 +46,11 @@ def test_calibration_recovers_how_confidence_and_survival_relate(a, b):
         logit = np.log(raw / (1 - raw))
         chances = [1 / (1 + np.exp(-(x * logit + y))) for x, y in ((a, b), fit_2)]
         assert abs(chances[0] - chances[1]) < 0.07
+
+
+def test_the_fit_moves_every_fourth_step():
+    fits = [verdicts_of(0.6, -0.5, count).fit_D2.tolist() for count in (3, 4, 7, 8)]
+    assert fits[0] == Calibration().fit_D2.tolist() != fits[1] == fits[2] != fits[3]
 
 
 def test_a_depth_never_seen_takes_the_shared_fit_and_the_first_fit_is_the_identity():
