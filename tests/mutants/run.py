@@ -45,6 +45,8 @@ class Group:
     name: str
     modules: list[str]
     tests: list[str]
+    per_module: int = 40
+    """How many mutants of each module are tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,7 @@ class Tried:
 def read_groups(modules: list[str]) -> list[Group]:
     """The groups, reduced to the modules asked for; all if there are none."""
     groups = [
-        Group(name=name, modules=[m for m in group["modules"] if m in modules or not modules], tests=group["tests"])
+        Group(name=name, **group | {"modules": [m for m in group["modules"] if m in modules or not modules]})
         for name, group in tomllib.loads((HERE / "groups.toml").read_text()).items()
         if name != "moved"
     ]
@@ -131,7 +133,8 @@ def try_mutants(group: Group, asked: argparse.Namespace) -> list[Tried]:
             copy_src_dir()
             copy_also_copy_files()
             create_mutants(asked.jobs)
-        names = [name for module in group.modules for name in sample(module, asked.per_module, asked.seed)]
+        count = asked.per_module or group.per_module
+        names = [name for module in group.modules for name in sample(module, count, asked.seed)]
         print(f"{group.name}: {len(names)} mutants; progress is in {log}", flush=True)
         command = [str(Path(sys.executable).with_name("mutmut")), "run", "--max-children", str(asked.jobs), *names]
         if subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode:
@@ -192,7 +195,7 @@ def report(tried: list[Tried], explained: set[Change]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", help="such as verifier/request.py; all of groups.toml if there are none")
-    parser.add_argument("--per-module", type=int, default=40, help="mutants of each module [%(default)s]")
+    parser.add_argument("--per-module", type=int, help="mutants of each module [those of its group]")
     parser.add_argument("--seed", default="0", help="another one picks other mutants [%(default)s]")
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side [%(default)s]")
     asked = parser.parse_args()
