@@ -4,7 +4,9 @@ from typing import Annotated
 
 import typer
 
-ModelArgument = Annotated[str | None, typer.Argument(help="Folder or Hugging Face id [the bundled model].")]
+ModelArgument = Annotated[
+    str | None, typer.Argument(help="Folder, GGUF file, Hugging Face id or smollm2 [the bundled model].")
+]
 BaseUrl = Annotated[str | None, typer.Option("--base-url", help="A running service [start one for this command].")]
 ApiKey = Annotated[
     str | None,
