@@ -209,4 +209,4 @@ class NgramCandidates(NamedTuple):
 
 
 RootLogits = Tensor | NgramCandidates | Callable[[], Tensor]
-"""The draft distributions at the roots of a step's trees, logits [G, V], or what computes them on demand."""
+"""The draft distributions at the roots of a step's trees, logits [G, V], or what computes them before the next step."""
