@@ -36,6 +36,7 @@ from workers.comm.ipc import (
     DrafterLost,
     EngineStats,
     FrameSocket,
+    FrontGone,
     StepOutput,
     Submit,
     TokenChunk,
@@ -107,9 +108,10 @@ class Engine:
         self._running: list[Request] = []
         self._asked: Asked | None = None  # while half-batches take turns: whose trees the drafter grows now
         self._moves: list[Move] = []  # accepted paths to compact before the next forward
-        self._chunks: list[TokenChunk] = []  # for the front, sent at the end of the step
+        self._chunks: list[TokenChunk] = []  # for the front
         self._stats = EngineStats()
         self._last_emit = 0.0  # when the last frame was sent to the front
+        self._front_gone: FrontGone | None = None
         self._last_draft = 0.0  # when the drafter was last contacted
 
     def run(self) -> None:
@@ -128,6 +130,8 @@ class Engine:
 
         The last part of a step, `_catch_up`, is left to the next one unless no request remains.
         """
+        if self._front_gone is not None:
+            raise self._front_gone
         self._take()
         step = schedule(
             self._waiting,
@@ -160,8 +164,14 @@ class Engine:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        """Send the last step's tokens and finish learning from it, for which no other rank waits."""
-        self._emit()
+        """Send the last step's tokens and finish learning from it, for which no other rank waits.
+
+        Other ranks may be in the middle of a step. So the loss of the front is an error of the next one.
+        """
+        try:
+            self._emit()
+        except FrontGone as error:
+            self._front_gone = error
         self._controller.catch_up()
 
     def stop(self) -> None:
@@ -379,7 +389,6 @@ class Engine:
         self._moves = []
         packed_at = time.perf_counter()
         drawn = self._target.run(target_step, self._stats.steps)
-        self._catch_up()  # if there was nothing to wait for
         drawn_at = time.perf_counter()
         if target_step.scored is not None:
             self._report_scores(step, self._target.scores())
@@ -543,7 +552,7 @@ class Engine:
         return self._target.grammars.count_allowed(state, tokens)
 
     def _emit(self) -> None:
-        """Send the front one frame with all of the step's chunks; while idle, one per heartbeat."""
+        """Send the front one frame with all chunks since the last; without any, one per heartbeat."""
         now = time.monotonic()
         if not self._chunks and now - self._last_emit < HEARTBEAT_S:
             return

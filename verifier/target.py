@@ -44,7 +44,8 @@ class Target:
     state_pool: with `fuse`, the memory for states that are not fed yet; the engine manages it.
     graphs: the decoder's CUDA graphs over this KV pool (`workers.cuda_graphs.decoder_graphs`); None = eager kernels.
     grammars: those of the requests; None = no request may have one.
-    meanwhile: set by the engine; called once in a step that draws tokens, while the GPU computes, or before on a CPU.
+    meanwhile: set by the engine and called in every step: while the GPU computes what a graph has launched, and before
+    what the host computes or launches itself.
     """
 
     def __init__(
@@ -79,10 +80,10 @@ class Target:
 
     def run(self, step: TargetStep, number: int) -> list[int]:
         """Rank 0: run one step on all ranks. Return the token drawn at each sampled row, or [] if no row draws one."""
+        if self.graphs is None:
+            self.meanwhile()
         if self._peers is not None:
             self._peers.send(step, number)
-        if self._decoder.device.type == "cpu":
-            self.meanwhile()
         with naming_lost_peers(self._role, number):
             drawn = self._execute(step)
         assert drawn is not None
@@ -175,6 +176,7 @@ class Target:
             )
         else:
             final_ND, *taps = self.graphs(step.attention, step.token_N, step.position_N)
+            self.meanwhile()
             hidden = Hidden(final_ND, taps[0] if taps else None)
         self._hidden = hidden
         self._scores_S = [] if step.scored is None else self._score(hidden.final_ND, step.scored)
@@ -227,13 +229,12 @@ class Target:
             )
             if not step.has_draws:
                 if whole_RV.is_cuda:
-                    self.meanwhile()
                     with PULSE.on_device():
                         torch.cuda.current_stream().synchronize()  # so that the forward's time is measured here
                 return []
             draw = self._decoder.kernels.coupled_argmax
             drawn = draw(self._processed_RV, params_after_processing(params), index_R, 0, None, self._noise)
-            return self._to_list(drawn[1])
+            return _to_list(drawn[1])
         row_max_R = None
         if needs.min_p:
             row_max_R = logits_RW.amax(-1)
@@ -243,22 +244,21 @@ class Target:
             logits_RW, params, index_R, start, row_max_R, self._shard_noise
         )
         if tp.size == 1:
-            return self._to_list(id_R)
+            return _to_list(id_R)
         mine = torch.stack([score_R.double(), id_R.double()])  # ids are exact in float64
         shards = [torch.empty_like(mine) for _ in range(tp.size)]
         dist.all_gather(shards, mine, group=tp.group)
         score_TR, id_TR = torch.stack(shards, dim=1)
         # Among equal scores the first shard holds the lowest id, as argmax over the whole row would pick.
         best_1R = score_TR.argmax(0, keepdim=True)
-        return self._to_list(id_TR.gather(0, best_1R)[0].long()) if tp.rank == 0 else None
+        return _to_list(id_TR.gather(0, best_1R)[0].long()) if tp.rank == 0 else None
 
-    def _to_list(self, id_R: Tensor) -> list[int]:
-        """Wait for the device's forward pass and return its tokens."""
-        if id_R.is_cuda:
-            self.meanwhile()
-        with PULSE.on_device():
-            ids: list[int] = id_R.tolist()
-        return ids
+
+def _to_list(id_R: Tensor) -> list[int]:
+    """Wait for the device's forward pass and return its tokens."""
+    with PULSE.on_device():
+        ids: list[int] = id_R.tolist()
+    return ids
 
 
 def chosen_logprobs(logits_NV: Tensor, tokens: list[int], chosen: list[int]) -> list[TokenLogprobs]:

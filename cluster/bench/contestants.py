@@ -69,7 +69,7 @@ class StepBreakdown:
     commit_ms: float
     """Allocating pages and committing tokens."""
     between_ms: float
-    """Between two steps: receiving requests, scheduling, sending tokens."""
+    """Between two steps: receiving requests, scheduling."""
 
     @property
     def total_ms(self) -> float:
@@ -134,7 +134,8 @@ class SecateurContestant:
 def decoding_steps(snapshots: Sequence[StatsSnapshot], batch: int) -> StepBreakdown | None:
     """Average the steps in which exactly `batch` requests decode and no prompt is computed; None without any.
 
-    The first step after a prompt does not count, because the drafter reads the prompt in it.
+    The first step after a prompt does not count, because the drafter reads the prompt in it. The time between steps is
+    taken where no request finishes: the engine tells of such a step in the middle of the next, of the last at its end.
     """
     spans = []
     for before, old, new in zip(snapshots, snapshots[1:], snapshots[2:], strict=False):
@@ -145,6 +146,11 @@ def decoding_steps(snapshots: Sequence[StatsSnapshot], batch: int) -> StepBreakd
     if not spans:
         return None
     count = len(spans)
+    between = [
+        new.at - old.at - (new.stats.step_seconds - old.stats.step_seconds)
+        for old, new in spans
+        if new.stats.num_running == batch
+    ]
 
     def mean_ms(name: str) -> float:
         return 1e3 * sum(getattr(new.stats, name) - getattr(old.stats, name) for old, new in spans) / count
@@ -167,7 +173,7 @@ def decoding_steps(snapshots: Sequence[StatsSnapshot], batch: int) -> StepBreakd
         forward_ms=forward,
         accept_ms=accept,
         commit_ms=step - verify - draft - transfer,
-        between_ms=1e3 * sum(new.at - old.at for old, new in spans) / count - step,
+        between_ms=1e3 * sum(between) / max(1, len(between)),
     )
 
 

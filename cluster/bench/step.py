@@ -46,7 +46,7 @@ NOTES = (
     "forwards: the target alone on one rank, chains of rows behind a context of random contents; medians",
     "steps: means over steps in which all requests decode, medians over the rounds, T = 0, held-out prompts",
     "forward: the target's, until its tokens are on the host; draft: by the drafter's own clock; transfer: what the "
-    "exchange takes beyond that; between: taking requests, scheduling",
+    "exchange takes beyond that, in which the last step's tokens are sent; between: taking requests, scheduling",
 )
 _BANDWIDTH_BYTES = 1 << 30
 

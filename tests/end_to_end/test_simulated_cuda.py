@@ -43,7 +43,7 @@ from workers.comm.groups import World
 from workers.comm.ipc import FrameDecoder, FrameSocket, Speculation, StepOutput, Submit, TokenLogprobs, encode
 from workers.comm.wire import Message
 from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
-from workers.cuda_graphs import Recorder
+from workers.cuda_graphs import Graphs, Recorder
 from workers.kernels.select import kernels_for
 from workers.models.decoder import Decoder
 from workers.models.layers import TensorParallel
@@ -333,12 +333,18 @@ def test_tree_graphs_give_the_cpus_tokens_with_one_wait_per_side(
 
 
 @pytest.mark.parametrize(
-    ("is_drafted", "order"), [(False, ["launch", "emit", "end"]), (True, ["emit", "receive", "launch", "end"])]
+    ("is_drafted", "is_eager", "order"),
+    [
+        (True, False, ["replay", "emit", "receive", "replay", "sample", "end"]),  # the first one is the drafter's
+        (False, False, ["replay", "emit", "sample", "end"]),
+        (False, True, ["emit", "launch", "sample", "end"]),
+    ],
+    ids=["drafts", "graphs", "eager"],
 )
 def test_a_steps_tokens_are_sent_while_the_next_step_is_computed(
-    models: Path, monkeypatch: pytest.MonkeyPatch, is_drafted: bool, order: list[str]
+    models: Path, monkeypatch: pytest.MonkeyPatch, is_drafted: bool, is_eager: bool, order: list[str]
 ) -> None:
-    """While drafts grow, and without drafts while the GPU computes."""
+    """While drafts grow, without drafts while the GPU computes, and before a forward that the host launches."""
     events: list[str] = []
 
     def note(event: str, owner: type, name: str, *, is_before: bool = True) -> None:
@@ -354,10 +360,14 @@ def test_a_steps_tokens_are_sent_while_the_next_step_is_computed(
 
     note("emit", FrameSocket, "send")
     note("receive", Drafter, "receive")
-    note("launch", Decoder, "logits")
-    note("end", Target, "_to_list", is_before=False)
+    note("launch" if is_eager else "", Decoder, "forward")
+    note("sample", Decoder, "logits")
+    note("end", Target, "_draw", is_before=False)
+    if not is_eager:
+        note("replay", Graphs, "__call__")
     (job,) = jobs([SamplingSettings(temperature=0.0)], "coupled")
-    run(config_for(models, "eagle3", CHAIN), [replace(job, speculation=Speculation(enabled=is_drafted))])
+    config = config_for(models, "eagle3", CHAIN, enforce_eager=is_eager)
+    run(config, [replace(job, speculation=Speculation(enabled=is_drafted))])
     steps = " ".join(events).split("end")[-6:-2]  # in which the request decodes, and goes on to do so
     assert [step.split() for step in steps] == [order[:-1]] * 4
 

@@ -78,8 +78,9 @@ def test_seeded_tokens_do_not_depend_on_speculation() -> None:
 
 @pytest.fixture
 def a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Show the only GPU four times, and make NCCL believe that every rank is on a machine of its own."""
-    if torch.cuda.device_count() > 1:
+    """Show three GPUs, the same ones again if there are fewer, as parts of different machines, or NCCL would refuse."""
+    count = torch.cuda.device_count()
+    if count >= 3:
         return
     start = RankStarter.start
 
@@ -88,7 +89,7 @@ def a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         return start(*args, env={**env, **own_machine}, **options)
 
     monkeypatch.setattr(RankStarter, "start", start_elsewhere)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0,0,0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(str(index % count) for index in range(3)))
 
 
 @pytest.mark.usefixtures("a_gpu_for_each_rank")

@@ -147,6 +147,7 @@ class FakeTarget(Target):
 
     def run(self, step: TargetStep, number: int) -> list[int]:
         assert number == len(self.steps)
+        self.meanwhile()
         self.steps.append(step)
         held = self.memory.held
         moved = [held[source] for source in step.copy_source.tolist()]

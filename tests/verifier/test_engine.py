@@ -521,6 +521,20 @@ def test_all_tokens_of_a_step_leave_as_one_frame_with_one_chunk_each():
 # ---- life and death
 
 
+def test_a_front_that_leaves_in_the_middle_of_a_step_ends_the_engine_between_two():
+    """Other ranks of the target must not wait for a step that rank 0 has left."""
+    with Bench(Counting(), "eagle3", CHAIN_3) as bench:
+        bench.submit([1], 30)
+        bench.engine._step()
+        send = bench.drafter.send
+        bench.drafter.send = lambda message, step: (send(message, step), bench.front.close())
+        bench.engine._step()  # the tokens of the first step cannot be sent
+        assert len(bench.target.steps) == 2
+        with pytest.raises(FrontGone):
+            bench.engine._step()
+        assert len(bench.target.steps) == 2
+
+
 def test_an_idle_engine_sends_heartbeats_to_front_and_peers(monkeypatch):
     monkeypatch.setattr(verifier.engine, "HEARTBEAT_S", 0.02)
     with Bench(Counting(), "eagle3", CHAIN_3) as bench:

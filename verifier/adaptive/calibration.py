@@ -26,7 +26,7 @@ _IDENTITY_WEIGHT = np.diag([4.0, 2.0])  # and the shared fit to the identity
 _BOUNDS = np.array([[0.3, -4.0], [3.0, 4.0]])
 _MAX_LOGIT = 7.0  # weights travel as float16
 
-_Seen = tuple[TreeBatch, list[Verdict], np.ndarray]
+_Seen = tuple[TreeBatch, list[Verdict], np.ndarray, np.ndarray]
 """The arguments of `Calibration.learn`."""
 
 
@@ -37,33 +37,31 @@ class Calibration:
         self._shared_2 = np.array([1.0, 0.0])
         self._fit_D2 = np.tile(self._shared_2, (_NUM_DEPTHS, 1))
         self._curvature_D22 = np.zeros((_NUM_DEPTHS, 2, 2))
-        self._pending: list[_Seen] = []  # all calibrated by the current fit
+        self._pending: list[_Seen] = []
 
     @property
     def fit_D2(self) -> np.ndarray:
         """Return (a, b) for depths 1 to D; deeper nodes use the last."""
         return self._fit_D2.astype(np.float32)
 
-    def learn(self, trees: TreeBatch, verdicts: list[Verdict], is_shown_B: np.ndarray) -> None:
-        """Learn from the trees of one step, whose weights the current fit calibrated.
+    def learn(self, trees: TreeBatch, verdicts: list[Verdict], is_shown_B: np.ndarray, fit_D2: np.ndarray) -> None:
+        """Learn from the trees of one step.
 
-        is_shown_B: the requests to learn from.
+        is_shown_B: the requests to learn from. fit_D2: the fit that calibrated the trees' weights.
         """
-        self._pending.append((trees, verdicts, is_shown_B))
+        self._pending.append((trees, verdicts, is_shown_B, fit_D2))
 
-    def move(self) -> None:
-        """Move the fit by what was learnt, every 4 steps: this takes longer than the rest of a step's learning."""
+    def update(self) -> None:
+        """Move the fit if four steps were learnt from since. This takes longer than the rest of a step's learning."""
         if len(self._pending) >= _STEPS_AT_ONCE:
             seen, self._pending = self._pending, []
             self._step(*_observations(seen))
 
-    def _step(self, calibrated_O: np.ndarray, survived_O: np.ndarray, depth_O: np.ndarray) -> None:
+    def _step(self, logit_O: np.ndarray, survived_O: np.ndarray, depth_O: np.ndarray) -> None:
         if not len(depth_O):
             return
-        depth_O = np.minimum(depth_O, _NUM_DEPTHS - 1)
-        a_O, b_O = self._fit_D2[depth_O].T
-        x_O2 = np.stack([(calibrated_O - b_O) / a_O, np.ones(len(depth_O))], axis=1)
-        p_O = 1 / (1 + np.exp(-calibrated_O))
+        x_O2 = np.stack([logit_O, np.ones(len(depth_O))], axis=1)
+        p_O = 1 / (1 + np.exp(-(x_O2 * self._fit_D2[depth_O]).sum(1)))
         shared_p_O = 1 / (1 + np.exp(-(x_O2 @ self._shared_2)))
         is_depth_DO = depth_O == np.arange(_NUM_DEPTHS)[:, None]
         slope_D2 = is_depth_DO @ ((survived_O - p_O)[:, None] * x_O2)
@@ -79,11 +77,11 @@ class Calibration:
 
 
 def _observations(seen: list[_Seen]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (logit of the calibrated confidence, whether it survived, depth - 1) of each accepted node's children.
+    """Return (logit of the confidence, whether it survived, index of its depth) of each accepted node's children.
 
     The trees of all steps are read in one pass, because its cost is per call, too.
     """
-    trees, verdicts, is_shown = zip(*seen, strict=True)
+    trees, verdicts, is_shown, fits = zip(*seen, strict=True)
     size_B = np.concatenate([own.offsets.numpy()[1:] - own.offsets.numpy()[:-1] for own in trees])
     depth_N, parent_N, weight_N = (
         np.concatenate([getattr(own, name).numpy() for own in trees]) for name in ("depth_N", "parent_N", "weight_N")
@@ -96,7 +94,11 @@ def _observations(seen: list[_Seen]) -> tuple[np.ndarray, np.ndarray, np.ndarray
     accepted_N[[begin + row for begin, verdict in paths for row in (0, *verdict.path)]] = True
     is_seen_N = (depth_N > 0) & accepted_N[parent_N] & (weight_N[parent_N] > 1e-3)
     (at,) = (is_seen_N & np.concatenate(is_shown).repeat(size_B)).nonzero()
-    return _logit(weight_N[at] / weight_N[parent_N[at]]), accepted_N[at], depth_N[at] - 1
+    depth_O = np.minimum(depth_N[at] - 1, _NUM_DEPTHS - 1)
+    step_N = np.repeat(np.arange(len(seen)), [len(own.depth_N) for own in trees])
+    a_O, b_O = np.stack(fits)[step_N[at], depth_O].T
+    calibrated_O = _logit(weight_N[at] / weight_N[parent_N[at]])
+    return (calibrated_O - b_O) / a_O, accepted_N[at], depth_O
 
 
 def _logit(p: np.ndarray) -> np.ndarray:

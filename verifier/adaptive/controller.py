@@ -235,7 +235,7 @@ class Controller:
 
     def catch_up(self) -> None:
         """Do what learning has left for a moment in which the engine waits."""
-        self._calibration.move()
+        self._calibration.update()
 
     def observe(self, plan: Plan, outcome: StepOutcome) -> None:
         """Learn from the step's outcome. Takes almost no time without requests under `auto`."""
@@ -293,7 +293,9 @@ class Controller:
         # The weights of sampled trees are expectations under q alone, so they do not calibrate confidence.
         is_shown_B = [is_ours and not r.rule.is_sampled for (r, _, _), is_ours in zip(own, is_ours_B, strict=True)]
         verdicts = outcome.verdicts[: len(outcome.step.decode)]
-        self._calibration.learn(outcome.drafts.trees, verdicts, np.array(is_shown_B))
+        assert plan.costs is not None, "trees under auto have costs"
+        fit_D2 = plan.costs.calibration_D2.numpy().astype(np.float64)
+        self._calibration.learn(outcome.drafts.trees, verdicts, np.array(is_shown_B), fit_D2)
 
     def _observe_lookup(self, plan: Plan, found: LookupResult, outcome: StepOutcome, verify_ms: float) -> None:
         step, drafts = outcome.step, outcome.drafts

@@ -308,7 +308,7 @@ def test_the_cut_is_the_same_as_for_trees_grown_level_by_level(bench):
     for node in (0.0, 1.0, 3.0):
         at_once, by_level = bench.grown(asks, costs(node=node)), grown(Draft(asks), costs(node=node))
         assert [tree(at_once, b) for b in range(4)] == [tree(by_level, b) for b in range(4)]
-        assert (at_once.pruned_BD == by_level.pruned_BD).all()
+        assert (at_once.pruned_BD == by_level.pruned_BD).all() and at_once.pruned_BD.dtype == np.int32
         sizes.append(len(at_once.trees.token_N))
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
 
@@ -345,7 +345,7 @@ def fixed() -> Bench:
 
 def assert_same_trees(at_once: GrownTrees, by_level: GrownTrees, count: int) -> None:
     assert (at_once.num_levels, at_once.num_run) == (DEPTH, (DEPTH - 1) * count * NODES)
-    assert (at_once.pruned_BD == by_level.pruned_BD).all()
+    assert (at_once.pruned_BD == by_level.pruned_BD).all() and at_once.pruned_BD.dtype == np.int32
     for b in range(count):
         assert tree(at_once, b) == tree(by_level, b)
         assert weights(at_once, b) == pytest.approx(weights(by_level, b), rel=1e-4, abs=1e-5)
@@ -494,6 +494,13 @@ def test_batches_not_all_best_first_grow_level_by_level(bench, options):
     asks = [Ask(), Ask(model=1)]
     got, expected = bench.grown(asks, **options), grown(Draft(asks), **options)
     assert any(bench.draft.last_row_B) and tree(got, 1) == tree(expected, 1)
+
+
+def test_as_many_requests_as_the_largest_bucket_has_grow_in_its_graph(bench):
+    bench.grown([Ask(model=9 + m) for m in range(8)])
+    got = bench.grown([Ask(model=m) for m in range(8)])
+    assert not any(bench.draft.last_row_B)
+    assert all(tree(got, m) == tree(bench.grown([Ask(model=m)]), 0) for m in range(8))
 
 
 def test_more_requests_than_any_bucket_has_grow_level_by_level(bench):

@@ -19,7 +19,8 @@ def verdicts_of(a: float, b: float, num_steps: int, seed: int = 0) -> Calibratio
         raw = np.concatenate([-np.sort(-rng.dirichlet([1.0, 0.5, 0.3, 0.3]))[:3] for _ in range(4)])
         logit = np.log(raw / (1 - raw))
         depth = np.array([1] * 3 + [2] * 9)
-        used = calibration.fit_D2[depth - 1].astype(np.float64)
+        fit_D2 = calibration.fit_D2.astype(np.float64)
+        used = fit_D2[depth - 1]
         shown = 1 / (1 + np.exp(-(used[:, 0] * logit + used[:, 1])))
         chance = 1 / (1 + np.exp(-(a * logit + b)))
         weight = np.concatenate([[1.0], shown])
@@ -34,8 +35,10 @@ def verdicts_of(a: float, b: float, num_steps: int, seed: int = 0) -> Calibratio
             path.append(survives[0])
         tree = oracles.tree(parents, list(range(13)))
         object.__setattr__(tree, "weight_N", torch.tensor(weight, dtype=torch.float32))
-        calibration.learn(tree, [Verdict(tuple(path), (0,), 12, 12)], np.array([True]))
-        calibration.move()
+        # As in an engine, the next tree is calibrated before the fit moves.
+        calibration.update()
+        calibration.learn(tree, [Verdict(tuple(path), (0,), 12, 12)], np.array([True]), fit_D2)
+    calibration.update()
     return calibration
 
 
