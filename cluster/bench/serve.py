@@ -208,8 +208,8 @@ def _measure(
             else:
                 results = asyncio.run(_closed_loop(mode_client, chosen, int(load)))
             row = row_of(mode, name, results, time.perf_counter() - began, plan)
+            yield row  # what is told is kept, even if the run is interrupted
             say(f"{name}, {mode}: {row.tokens_per_second:.0f} tokens/s, TPOT {row.tpot_ms['p50']:.1f} ms")
-            yield row
 
 
 async def _closed_loop(client: _Client, prompts: Sequence[BenchPrompt], concurrency: int) -> list[RequestResult]:

@@ -232,8 +232,8 @@ def _measure(
             for contestant in present:
                 row = row_of(contestant.name, temperature, batch, rounds)
                 row = replace(row, bytes_per_weight=rounded(contestant.bytes_per_weight))
+                yield row  # what is told is kept, even if the run is interrupted
                 say(f"T={temperature:g}, batch {batch}, {row.contestant}: {row.tpot_ms:.1f} ms per token")
-                yield row
 
 
 def _turns(prompts: Sequence[list[int]], size: int, plan: SpeedPlan, temperature: float) -> list[list[GenerationJob]]:
