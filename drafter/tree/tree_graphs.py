@@ -49,7 +49,7 @@ _NO_BASE = 1
 """The root's slot of a padding request, never before a model's first slot."""
 
 _FIT_BYTES = 2 * 4
-"""Of a level: a and b in float32."""
+"""A level's calibration takes these bytes: a and b in float32."""
 
 _TABLE_ROW_BYTES = 8 * len(RowParameters._fields)
 
