@@ -2,10 +2,9 @@
 
     python training/head.py --target smollm2 --minutes 120 --out secateur/bundled/smollm2-eagle3
 
-Three stages; each continues where an earlier call stopped:
-  answers    the target answers questions in this engine, half of them greedily and half at temperature 1; those in
-             TARGET-answers.jsonl.xz beside this file need not be answered again
-  features   the target runs over all conversations once; the head's inputs and targets are written to disk
+Two stages; each continues where an earlier call stopped:
+  answers    the target answers questions in this engine, half of them greedily and half at temperature 1; half of the
+             questions it asks itself
   train      the head is trained by the training-time test for `--minutes`, which set the learning-rate schedule
 
 The head is written to `--out` after every eighth of the time, so that it can be used at any moment. Without the state
@@ -15,13 +14,15 @@ of an earlier call in `--data`, training starts from the head in `--out`, if the
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import logging
-import lzma
+import multiprocessing
 import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +31,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from eagle3 import TrainableEagle3Head, feature_layers, head_config
-from questions import make_questions
+from language_model import mixed_precision
+from questions import SELF_ASKED, Conversation, make_questions
 from safetensors.torch import load_file, save_file
 from schedule import Optimisers, TimeBudget
 from torch import Tensor
@@ -52,8 +54,12 @@ STEP_DISCOUNT = 0.9
 MUON_LR = 0.05
 """After 40,000 tokens, agreement at the first step was 0.07 with 0.006, 0.23 with 0.02 and 0.26 with 0.05."""
 ROW_LENGTH = 448
-BATCH_ROWS = 8
-HELD_OUT_EVERY = 50
+NUM_HELD_OUT = 128
+"""Rows that measure agreement and are not learned from."""
+QUESTION_TOKENS = 128
+"""A question of the target's own that is longer is dropped."""
+QUESTION_TEMPERATURE = 0.8
+"""Of the questions that the target asks itself at temperature 1, a third make no sense."""
 STATE = "head.pt"
 RECORD = "training.json"
 """Beside the head: the coverage of its vocabulary, and the agreement by the number of tokens seen."""
@@ -63,13 +69,19 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2", help="a model as for `secateur serve` [%(default)s]")
-    parser.add_argument("--minutes", type=float, default=60.0, help="of training [%(default)s]")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--stage", choices=("answers", "train", "all"), default="all")
     parser.add_argument("--conversations", type=int, default=4000, help="to have answered in all [%(default)s]")
+    parser.add_argument("--answer-minutes", type=float, default=float("inf"), help="begin no more after them")
     parser.add_argument("--max-tokens", type=int, default=192, help="of an answer [%(default)s]")
-    parser.add_argument("--concurrency", type=int, default=48, help="answers at a time [%(default)s]")
-    parser.add_argument("--draft-vocab", type=int, default=4864, help="tokens that the head can draft [%(default)s]")
+    parser.add_argument("--engines", type=int, default=1, help="that answer at a time [%(default)s]")
+    parser.add_argument("--concurrency", type=int, default=48, help="answers at a time in each [%(default)s]")
     parser.add_argument("--dtype", default="bfloat16", help="of the target while it answers [%(default)s]")
-    parser.add_argument("--stage", choices=("answers", "features", "train", "all"), default="all")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of training [%(default)s]")
+    parser.add_argument("--batch-rows", type=int, default=8, help="conversations of a training step [%(default)s]")
+    parser.add_argument("--draft-vocab", type=int, default=4864, help="tokens that the head can draft [%(default)s]")
+    parser.add_argument("--intermediate-size", type=int, help="of the head's MLP [the target's]")
+    parser.add_argument("--muon-lr", type=float, default=MUON_LR, help="[%(default)s]")
     parser.add_argument("--data", type=Path, default=REPOSITORY / "training" / ".data" / "head")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "secateur" / "bundled" / "smollm2-eagle3")
     return parser.parse_args()
@@ -77,42 +89,59 @@ def parse_arguments() -> argparse.Namespace:
 
 def target_args(options: argparse.Namespace, **settings: object) -> EngineArgs:
     """Return the target's engine arguments with these settings."""
-    return EngineArgs.load({"model": options.target, "device": "cpu", "no_speculation": True, **settings})
+    return EngineArgs.load({"model": options.target, "device": options.device, "no_speculation": True, **settings})
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------
 
 
 def write_answers(options: argparse.Namespace) -> None:
-    """Append to answers.jsonl until all questions are answered, one line per turn: {"id", "prompt", "answer"}."""
-    file = options.data / "answers.jsonl"
-    if (kept := Path(__file__).with_name(f"{options.target}-answers.jsonl.xz")).exists() and not file.exists():
-        file.write_bytes(lzma.decompress(kept.read_bytes()))
-    done = {line["id"] for line in read_lines(file)}
+    """Have all questions answered, each engine's share into a file of its own, one line per turn."""
+    done = {line["id"] for line in read_lines(options.data)}
     questions = [(i, own) for i, own in enumerate(make_questions(options.conversations, seed=1)) if i not in done]
     if not questions:
         return
-    args = target_args(options, dtype=options.dtype, max_model_len=1536)
+    random.Random(1).shuffle(questions)  # every engine gets all kinds
+    args = target_args(options)
+    fetch_weights(args, engine_config(args))
+    shares = [questions[number :: options.engines] for number in range(options.engines)]
+    files = [options.data / f"answers-{number}.jsonl" for number in range(options.engines)]
+    with ProcessPoolExecutor(options.engines, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(answer_share, [options] * options.engines, shares, files))
+
+
+def answer_share(options: argparse.Namespace, questions: list[tuple[int, Conversation]], file: Path) -> None:
+    """Append the answers of one engine to `file`: {"id": of the conversation, "prompt": token ids, "answer"}."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    args, began = target_args(options, dtype=options.dtype, max_model_len=1536), time.monotonic()
     config, tokenizer = with_tokenizer(args, engine_config(args))
-    fetch_weights(args, config)
+    opening = common_prefix(*(tokenizer.encode_chat([{"role": "user", "content": text}]) for text in ("a", "b")))
+
+    def job(prompt: list[int], number: int, temperature: float, max_tokens: int) -> GenerationJob:
+        sampling = SamplingSettings(temperature=temperature, seed=number)
+        return GenerationJob(prompt=prompt, max_tokens=max_tokens, sampling=sampling, ignore_eos=False)
+
     with Runner(replace(config, max_num_seqs=options.concurrency)) as runner, file.open("a") as out:
-        for begin in range(0, len(questions), 8 * options.concurrency):
-            began, num_tokens = time.monotonic(), 0
-            part = dict(questions[begin : begin + 8 * options.concurrency])
+        for begin in range(0, len(questions), 4 * options.concurrency):
+            if time.monotonic() - began > 60 * options.answer_minutes:
+                return
+            started, num_tokens = time.monotonic(), 0
+            part = {number: list(own.turns) for number, own in questions[begin : begin + 4 * options.concurrency]}
+            asking = [number for number, turns in part.items() if turns[0] == SELF_ASKED]
+            jobs = [job(opening, number, QUESTION_TEMPERATURE, QUESTION_TOKENS) for number in asking]
+            for number, question in zip(asking, runner.run(jobs, options.concurrency), strict=True):
+                part[number][0] = tokenizer.decode(question.tokens).strip()
+                if question.finish_reason == "length" or not part[number][0]:
+                    del part[number]
             chats: dict[int, list[dict[str, str]]] = {number: [] for number in part}
             lines = []
             for turn in range(2):
-                own = [number for number, question in part.items() if len(question.turns) > turn]
+                own = [number for number, turns in part.items() if len(turns) > turn]
                 for number in own:
-                    chats[number].append({"role": "user", "content": part[number].turns[turn]})
+                    chats[number].append({"role": "user", "content": part[number][turn]})
                 prompts = [tokenizer.encode_chat(chats[number]) for number in own]
                 jobs = [
-                    GenerationJob(
-                        prompt=prompt,
-                        max_tokens=options.max_tokens,
-                        sampling=SamplingSettings(temperature=float(number % 2), seed=number),
-                        ignore_eos=False,
-                    )
+                    job(prompt, number, float(random.Random(number).random() < 0.5), options.max_tokens)
                     for number, prompt in zip(own, prompts, strict=True)
                 ]
                 answers = [answer.tokens for answer in runner.run(jobs, options.concurrency)]
@@ -122,29 +151,42 @@ def write_answers(options: argparse.Namespace) -> None:
                     num_tokens += len(answer)
             out.writelines(json.dumps(line) + "\n" for line in lines)
             out.flush()
-            rate = num_tokens / (time.monotonic() - began)
-            logger.info("answers: %d of %d questions, %.0f tokens/s", begin + len(part), len(questions), rate)
+            rate = num_tokens / (time.monotonic() - started)
+            logger.info("answers: %d more, %.0f tokens/s", len(part), rate)
 
 
-def read_lines(file: Path) -> list[dict]:
-    """Read the complete lines of a file; a truncated last line is dropped."""
-    if not file.exists():
-        return []
-    lines = file.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+def common_prefix(left: list[int], right: list[int]) -> list[int]:
+    """Return the tokens that both begin with."""
+    same = [a == b for a, b in zip(left, right, strict=False)]
+    return left[: same.index(False) if False in same else len(same)]
 
 
-# -- features --------------------------------------------------------------------------------------------------------
+def read_lines(folder: Path) -> list[dict]:
+    """Read the complete lines of all answers; a truncated last line is dropped."""
+    lines = [line for file in sorted(folder.glob("answers-*.jsonl")) for line in file.open() if line.endswith("\n")]
+    return [json.loads(line) for line in lines]
+
+
+# -- training --------------------------------------------------------------------------------------------------------
 
 
 class Rows(NamedTuple):
-    """Rows of one length, as arrays on disk: R rows, N tokens, H hidden."""
+    """Conversations of R rows, each ending in an answer, cut or padded to N tokens; on the training's device."""
 
-    tokens_RN: np.ndarray  # int64
-    features_RNF: np.ndarray  # bfloat16 as uint16, F = 3 H
-    final_RNH: np.ndarray  # bfloat16 as uint16: what the target's output layer reads
-    favourite_RN: np.ndarray  # int64: the target's most likely next token
-    is_answer_RN: np.ndarray  # bool: the target chose this token
+    tokens_RN: Tensor  # int32
+    begins_R: Tensor  # the answer's first position
+    ends_R: Tensor  # the position behind its last
+
+
+class Batch(NamedTuple):
+    """What the head reads of B rows with N tokens, and what it learns where A tokens of answers come next."""
+
+    embeds_BNH: Tensor
+    features_BNF: Tensor
+    is_answer_BN: Tensor  # bool: the next token is one of the answer
+    index_BN: Tensor  # the position's index among the A
+    favourite_A: Tensor  # the target's most likely next token
+    law_AD: Tensor  # the target's distribution over the draft vocabulary
 
 
 def load_target(options: argparse.Namespace) -> LlamaForCausalLM:
@@ -152,139 +194,92 @@ def load_target(options: argparse.Namespace) -> LlamaForCausalLM:
     args = target_args(options)
     config = engine_config(args)
     fetch_weights(args, config)
-    return AutoModelForCausalLM.from_pretrained(config.model_path, dtype=torch.bfloat16).eval().requires_grad_(False)
+    target = AutoModelForCausalLM.from_pretrained(config.model_path, dtype=torch.bfloat16)
+    return target.to(options.device).eval().requires_grad_(False)
 
 
-def write_features(options: argparse.Namespace, target: LlamaForCausalLM) -> Rows:
-    """Compute the rows that are not on disk yet; conversations are cut or padded to `ROW_LENGTH` tokens."""
-    lines = [line for line in read_lines(options.data / "answers.jsonl") if len(line["prompt"]) < ROW_LENGTH - 32]
-    hidden, count = target.config.hidden_size, len(lines)
-    rows = Rows(
-        *(
-            _array(options.data / f"{name}.npy", (count, ROW_LENGTH, *rest), dtype)
-            for name, rest, dtype in (
-                ("tokens", (), np.int64),
-                ("features", (3 * hidden,), np.uint16),
-                ("final", (hidden,), np.uint16),
-                ("favourite", (), np.int64),
-                ("is_answer", (), np.bool_),
-            )
-        )
-    )
-    progress = options.data / "features.json"
-    begin = json.loads(progress.read_text())["rows"] if progress.exists() else 0
-    began = time.monotonic()
-    for start in range(begin, count, 8):
-        part = lines[start : start + 8]
-        tokens = torch.full((len(part), ROW_LENGTH), target.config.eos_token_id)
-        for row, line in enumerate(part):
-            own = torch.tensor((line["prompt"] + line["answer"])[:ROW_LENGTH])
-            tokens[row, : len(own)] = own
-            rows.is_answer_RN[start + row, len(line["prompt"]) : len(own)] = True
-        longest = max(min(len(line["prompt"] + line["answer"]), ROW_LENGTH) for line in part)
-        with torch.inference_mode():
-            output = target.model(input_ids=tokens[:, :longest], output_hidden_states=True, use_cache=False)
-        layers = feature_layers(target.config.num_hidden_layers)
-        features = torch.cat([output.hidden_states[layer] for layer in layers], -1)
-        for array, values in ((rows.features_RNF, features), (rows.final_RNH, output.last_hidden_state)):
-            array[start : start + len(part), :longest] = values.view(torch.uint16).numpy()
-        favourites = [target.lm_head(final).argmax(-1) for final in output.last_hidden_state]
-        rows.favourite_RN[start : start + len(part), :longest] = torch.stack(favourites).numpy()
-        rows.tokens_RN[start : start + len(part)] = tokens.numpy()
-        if start // 8 % 20 == 0 or start + 8 >= count:
-            progress.write_text(json.dumps({"rows": start + len(part)}))
-            rate = (start + len(part) - begin) / (time.monotonic() - began)
-            logger.info("features: %d of %d rows, %.1f rows/s", start + len(part), count, rate)
-    return rows
+def read_rows(options: argparse.Namespace, padding: int) -> Rows:
+    """Read the answers that fit."""
+    lines = [line for line in read_lines(options.data) if len(line["prompt"]) < ROW_LENGTH - 32 and line["answer"]]
+    lines.sort(key=lambda line: random.Random(str(line["id"])).random())  # turns of one conversation stay together
+    tokens = np.full((len(lines), ROW_LENGTH), padding, np.int32)
+    begins, ends = (np.empty(len(lines), np.int64) for _ in range(2))
+    for row, line in enumerate(lines):
+        own = (line["prompt"] + line["answer"])[:ROW_LENGTH]
+        tokens[row, : len(own)], begins[row], ends[row] = own, len(line["prompt"]), len(own)
+    return Rows(*(torch.from_numpy(array).to(options.device) for array in (tokens, begins, ends)))
 
 
-def _array(file: Path, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """Map a file into memory, extended to `shape`."""
-    file.touch()
-    with file.open("r+b") as stream:
-        stream.truncate(int(np.prod(shape)) * np.dtype(dtype).itemsize)
-    return np.memmap(file, dtype=dtype, mode="r+", shape=shape)
-
-
-# -- training --------------------------------------------------------------------------------------------------------
-
-
-class Batch(NamedTuple):
-    """Some rows as tensors; see `Rows`."""
-
-    tokens_BN: Tensor
-    features_BNF: Tensor
-    final_BNH: Tensor
-    favourite_BN: Tensor
-    is_answer_BN: Tensor
-
-
-def batches(rows: Rows, chosen: list[int], rng: random.Random) -> Iterator[Batch]:
-    """Yield shuffled batches without end, each of rows whose answers begin at about the same position."""
-    begins = rows.is_answer_RN.argmax(1)
+def batches(begins: list[int], chosen: list[int], num_rows: int, rng: random.Random) -> Iterator[list[int]]:
+    """Yield shuffled batches of rows without end, each of rows whose answers begin at about the same position."""
     while True:
         rng.shuffle(chosen)
-        for start in range(0, len(chosen), 8 * BATCH_ROWS):
-            part = sorted(chosen[start : start + 8 * BATCH_ROWS], key=begins.__getitem__)
-            some = [part[first : first + BATCH_ROWS] for first in range(0, len(part) - BATCH_ROWS + 1, BATCH_ROWS)]
+        for start in range(0, len(chosen), 8 * num_rows):
+            part = sorted(chosen[start : start + 8 * num_rows], key=begins.__getitem__)
+            some = [part[first : first + num_rows] for first in range(0, len(part) - num_rows + 1, num_rows)]
             rng.shuffle(some)
-            yield from (batch_of(rows, sorted(own)) for own in some)
+            yield from some
 
 
-def batch_of(rows: Rows, chosen: list[int]) -> Batch:
-    """Read rows from disk, cut to the longest of them."""
-    tokens, favourite, is_answer = (
-        torch.from_numpy(np.array(array[chosen])) for array in (rows.tokens_RN, rows.favourite_RN, rows.is_answer_RN)
+@torch.no_grad()
+def read_target(target: LlamaForCausalLM, rows: Rows, chosen: list[int], draft_ids: Tensor) -> Batch:
+    """Run the target over some rows, cut to the longest of them."""
+    own = torch.tensor(chosen, device=rows.tokens_RN.device)
+    begins, ends = rows.begins_R[own, None], rows.ends_R[own, None]
+    tokens = rows.tokens_RN[own, : int(ends.max())].long()
+    output = target.model(input_ids=tokens, output_hidden_states=True, use_cache=False)
+    following = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+    is_answer = (following >= begins) & (following < ends)
+    logits = target.lm_head(output.last_hidden_state[is_answer])
+    return Batch(
+        embeds_BNH=target.model.embed_tokens(tokens).float(),
+        features_BNF=torch.cat([output.hidden_states[n] for n in feature_layers(len(target.model.layers))], -1).float(),
+        is_answer_BN=is_answer,
+        index_BN=(is_answer.flatten().cumsum(0) - 1).view_as(is_answer),
+        favourite_A=logits.argmax(-1),
+        law_AD=logits[:, draft_ids].float().softmax(-1),
     )
-    features, final = (
-        torch.from_numpy(np.array(array[chosen])).view(torch.bfloat16).float()
-        for array in (rows.features_RNF, rows.final_RNH)
-    )
-    longest = int(is_answer.flip(1).int().argmax(1).neg().max()) + tokens.shape[1]
-    return Batch(*(values[:, :longest] for values in (tokens, features, final, favourite, is_answer)))
 
 
 def unrolled_loss(
-    head: TrainableEagle3Head, target: LlamaForCausalLM, batch: Batch, num_steps: int = NUM_STEPS
-) -> tuple[Tensor, list[float]]:
+    head: TrainableEagle3Head, batch: Batch, first: int, num_steps: int = NUM_STEPS
+) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy against the target's distribution over the draft vocabulary, and each step's agreement.
 
-    Agreement is the share of answer tokens for which the most likely tokens are equal. The loss covers answer tokens
-    whose most likely target token is in the draft vocabulary. Drafts start before the first answer token at the
-    earliest.
+    Agreement is the share of answer tokens for which the most likely tokens are equal [num_steps]. The loss covers
+    answer tokens whose most likely target token is in the draft vocabulary. first: the earliest start of a draft.
     """
-    num_starts = batch.tokens_BN.shape[1] - 1 - num_steps
-    embeds = target.model.embed_tokens(batch.tokens_BN).float()
-    is_answer = batch.is_answer_BN.roll(-1, 1)  # position n predicts n + 1
-    is_answer[:, -1] = False
-    first = max(int(is_answer.int().argmax(1).min()) - num_steps, 0)
+    num_starts = batch.embeds_BNH.shape[1] - 1 - num_steps
     hidden, cache = head.fc(batch.features_BNF[:, :num_starts]), []
-    total, agreement = torch.zeros(()), []
+    total, agreement = torch.zeros((), device=hidden.device), []
     for s in range(num_steps):
         begin = 1 + s if s == 0 else 1 + s + first
-        hidden = head.step(embeds[:, begin : 1 + s + num_starts], hidden, cache, first)
+        hidden = head.step(batch.embeds_BNH[:, begin : 1 + s + num_starts], hidden, cache, first)
         window = slice(1 + s + first, 1 + s + num_starts)
-        answers, favourite = is_answer[:, window], batch.favourite_BN[:, window]
+        answers = batch.is_answer_BN[:, window]
+        index = batch.index_BN[:, window][answers]
+        favourite = batch.favourite_A[index]
         logits = head.lm_head(head.norm(hidden[answers])).float()
-        with torch.no_grad():
-            final = batch.final_BNH[:, window][answers].bfloat16()
-            law = (final @ target.lm_head.weight[head.draft_ids].T).float().softmax(-1)
-            is_counted = head.t2d[favourite[answers]]
-            hits = head.draft_ids[logits.argmax(-1)] == favourite[answers]
-        entropy = F.cross_entropy(logits, law, reduction="none")
+        is_counted = head.t2d[favourite]
+        entropy = F.cross_entropy(logits, batch.law_AD[index], reduction="none")
         total = total + STEP_DISCOUNT**s * (entropy * is_counted).sum() / is_counted.sum().clamp(min=1)
-        agreement.append(float(hits.float().mean()))
-    return total, agreement
+        agreement.append((head.draft_ids[logits.argmax(-1)] == favourite).float().mean())
+    return total, torch.stack(agreement).detach()
 
 
-def new_head(target: LlamaForCausalLM, draft_ids: Tensor) -> TrainableEagle3Head:
-    """Initialise a head from the target's last layer and output layer; `fc` selects the highest feature."""
-    head = TrainableEagle3Head(target.config, draft_ids)
-    hidden, last = target.config.hidden_size, target.model.layers[-1]
+def new_head(target: LlamaForCausalLM, draft_ids: Tensor, intermediate_size: int | None) -> TrainableEagle3Head:
+    """Initialise a head from the target's last layer and output layer; `fc` selects the highest feature.
+
+    A narrower MLP takes the first neurons of the target's.
+    """
+    config = copy.deepcopy(target.config)
+    config.intermediate_size = intermediate_size or config.intermediate_size
+    head = TrainableEagle3Head(config, draft_ids).to(draft_ids.device)
+    hidden, last = config.hidden_size, target.model.layers[-1]
     with torch.no_grad():
-        head.fc.weight.zero_()[:, 2 * hidden :] += torch.eye(hidden)
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            getattr(head.midlayer.mlp, name).weight.copy_(getattr(last.mlp, name).weight)
+        head.fc.weight.zero_()[:, 2 * hidden :] += torch.eye(hidden, device=draft_ids.device)
+        for name, own in head.midlayer.mlp.named_parameters():
+            own.copy_(last.mlp.get_parameter(name)[: own.shape[0], : own.shape[1]])
         for name in ("q_proj", "k_proj", "v_proj"):
             getattr(head.midlayer.self_attn, name).weight[:, hidden:].copy_(getattr(last.self_attn, name).weight)
         head.midlayer.self_attn.o_proj.weight.copy_(last.self_attn.o_proj.weight)
@@ -304,65 +299,71 @@ def starting_head(
     """
     state_file, weights_file = options.data / STATE, options.out / "model.safetensors"
     if state_file.exists():
-        state = torch.load(state_file)
+        state = torch.load(state_file, map_location=options.device)
         weights = state.pop("head")
     elif weights_file.exists():
         log = json.loads((options.out / RECORD).read_text())["log"]
         weights, state = load_file(weights_file), {"tokens": log[-1]["tokens"], "log": log}
     else:
-        draft_ids = torch.tensor(sorted(token for token, _ in counts.most_common(options.draft_vocab)))
-        return new_head(target, draft_ids), {"tokens": 0, "log": []}
-    head = TrainableEagle3Head(target.config, weights["d2t"] + torch.arange(len(weights["d2t"])))
+        draft_ids = sorted(token for token, _ in counts.most_common(options.draft_vocab))
+        head = new_head(target, torch.tensor(draft_ids, device=options.device), options.intermediate_size)
+        return head, {"tokens": 0, "log": []}
+    draft_ids = weights["d2t"] + torch.arange(len(weights["d2t"]), device=weights["d2t"].device)
+    head = new_head(target, draft_ids.to(options.device), len(weights["midlayer.mlp.gate_proj.weight"]))
     head.load_state_dict(weights)
     return head, state
 
 
-def train(options: argparse.Namespace, target: LlamaForCausalLM, rows: Rows) -> None:
+def train(options: argparse.Namespace, target: LlamaForCausalLM) -> None:
     """Train for `--minutes`."""
     torch.manual_seed(3)
+    torch.set_float32_matmul_precision("high")
     budget = TimeBudget.from_now(60 * options.minutes)
-    counts = Counter(rows.tokens_RN[rows.is_answer_RN].tolist())
+    rows = read_rows(options, target.config.eos_token_id)
+    begins, ends = rows.begins_R.tolist(), rows.ends_R.tolist()
+    counts = Counter(
+        token
+        for tokens, begin, end in zip(rows.tokens_RN.tolist(), begins, ends, strict=True)
+        for token in tokens[begin:end]
+    )
     head, state = starting_head(options, target, counts)
     coverage = sum(counts[token] for token in head.draft_ids.tolist()) / counts.total()
-    held_out = list(range(0, len(rows.tokens_RN), HELD_OUT_EVERY))
-    chosen = [row for row in range(len(rows.tokens_RN)) if row % HELD_OUT_EVERY]
+    held_out, chosen = list(range(NUM_HELD_OUT)), list(range(NUM_HELD_OUT, len(begins)))
     logger.info("train: %d rows, %d answer tokens, coverage %.4f", len(chosen), counts.total(), coverage)
-    optimisers = Optimisers(head, budget, "head", MUON_LR)
-    source = batches(rows, chosen, random.Random(len(state["log"])))
+    optimisers = Optimisers(head, budget, "head", options.muon_lr)
+    source = batches(begins, chosen, options.batch_rows, random.Random(len(state["log"])))
     next_save = 0.0
+
+    def loss_of(own: list[int], num_steps: int) -> tuple[Tensor, Tensor]:
+        first = max(min(begins[row] for row in own) - 1 - num_steps, 0)
+        batch = read_target(target, rows, own, head.draft_ids)
+        with mixed_precision(rows.tokens_RN.device):
+            return unrolled_loss(head, batch, first, num_steps)
+
     while True:
         if budget.fraction() >= next_save:
-            state["log"] = [*state["log"], evaluated(head, target, rows, held_out, state["tokens"])]
+            with torch.no_grad():
+                parts = [held_out[start : start + 8] for start in range(0, len(held_out), 8)]
+                agreement = torch.stack([loss_of(part, NUM_STEPS)[1] for part in parts]).mean(0).tolist()
+            state["log"].append({"tokens": state["tokens"], "agreement": [round(value, 4) for value in agreement]})
             torch.save(state | {"head": head.state_dict()}, options.data / STATE)
             save(head, options.out, {"coverage": round(coverage, 4), "log": state["log"]})
             logger.info("train: %s", state["log"][-1])
             next_save += 0.125
         if budget.fraction() >= 1:
             return
-        batch = next(source)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss, _ = unrolled_loss(head, target, batch, FIRST_STEPS if budget.fraction() < 0.5 else NUM_STEPS)
-        num_tokens = int(batch.is_answer_BN.sum())
+        own = next(source)
+        loss, _ = loss_of(own, FIRST_STEPS if budget.fraction() < 0.5 else NUM_STEPS)
+        num_tokens = sum(ends[row] - begins[row] for row in own)
         optimisers.step(loss, num_tokens)
         state["tokens"] += num_tokens
-
-
-@torch.no_grad()
-@torch.autocast("cpu", torch.bfloat16)
-def evaluated(
-    head: TrainableEagle3Head, target: LlamaForCausalLM, rows: Rows, held_out: list[int], num_tokens: int
-) -> dict:
-    """Return the agreement with the target's most likely token by step, on held-out rows."""
-    parts = [held_out[start : start + BATCH_ROWS] for start in range(0, min(len(held_out), 60), BATCH_ROWS)]
-    agreement = np.mean([unrolled_loss(head, target, batch_of(rows, part))[1] for part in parts], axis=0)
-    return {"tokens": num_tokens, "agreement": [round(float(value), 4) for value in agreement]}
 
 
 def save(head: TrainableEagle3Head, folder: Path, record: dict) -> None:
     """Write config.json, model.safetensors (bfloat16, atomically) and training.json."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).detach().contiguous()
+        name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
         for name, tensor in head.state_dict().items()
     }
     save_file(tensors, folder / "new.safetensors", metadata={"format": "pt"})
@@ -382,13 +383,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     options = parse_arguments()
     options.data.mkdir(parents=True, exist_ok=True)
-    if options.stage in ("answers", "all"):
+    if options.stage != "train":
         write_answers(options)
-    if options.stage in ("features", "train", "all"):
-        target = load_target(options)
-        rows = write_features(options, target)
-        if options.stage != "features":
-            train(options, target, rows)
+    if options.stage != "answers":
+        train(options, load_target(options))
 
 
 if __name__ == "__main__":

@@ -27,12 +27,13 @@ SOURCES = {
 
 WORD_LISTS = ("noun", "adjective", "verb")
 """Of wonderwords."""
+SELF_ASKED = ""
 MOST_DRAWS = 20
 """Of a question that was asked before, because some kinds have few."""
 
 
 class Conversation(NamedTuple):
-    """The user's turns of a conversation; the model answers each.
+    """The user's turns of a conversation; the model answers each. A first turn SELF_ASKED is the model's, too.
 
     Example: Conversation(turns=("What is 3 times 4?", "Are you sure? Explain why."))
     """
@@ -66,16 +67,20 @@ class Kinds(NamedTuple):
 
 
 def make_questions(count: int, seed: int) -> list[Conversation]:
-    """Draw conversations: every kind of question equally often, every third with a second turn, few of them twice."""
+    """Draw conversations: every second one the model's own, the others of every kind equally often, few of them twice.
+
+    Every third conversation has a second turn.
+    """
     kinds, rng = read_kinds(), random.Random(seed)
     material, templates = read_material(kinds.words), list(kinds.first.values())
     conversations, seen = [], set()
     for number in range(count):
-        for _ in range(MOST_DRAWS):
-            fields = _fields(material, rng)
-            turns = [_fill(rng.choice(templates[number % len(templates)]), fields)]
+        fields, turns = _fields(material, rng), [SELF_ASKED]
+        for _ in range(MOST_DRAWS if number % 2 == 0 else 0):
+            turns = [_fill(rng.choice(templates[number // 2 % len(templates)]), fields)]
             if turns[0] not in seen:
                 break
+            fields = _fields(material, rng)
         seen.add(turns[0])
         if rng.random() < 1 / 3:
             turns.append(_fill(rng.choice(kinds.follow_up), fields))
