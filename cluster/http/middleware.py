@@ -27,7 +27,7 @@ from cluster.http.errors import BadRequest, HttpError, not_found, too_many_reque
 from cluster.http.in_process import IN_PROCESS
 from cluster.http.limits import HttpLimits
 from cluster.http.output_processor import GenerationFailed
-from cluster.http.paths import PathMiddleware
+from cluster.http.paths import ADMITTED, REFUSES_ALL, PathMiddleware
 from cluster.http.rate_limits import Callers
 from cluster.http.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
 from cluster.rank_exits import EngineDead
@@ -38,8 +38,6 @@ from secateur.speculative import Speculative
 
 logger = logging.getLogger(__name__)
 
-ADMITTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize")
-"""Paths of requests that need the engine or the tokenizer workers."""
 PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/tokenizer_info", "/server_info")
 _SANE_ID = re.compile(r"[!-~]{1,512}")
 """Printable ASCII: ids go into logs and headers, and Serve's proxies fail on some other characters."""
@@ -326,6 +324,7 @@ class _AdmissionMiddleware:
             return
         if refusal.status == HTTPStatus.TOO_MANY_REQUESTS:
             self._on_rejected()
+            scope.setdefault("state", {})[REFUSES_ALL] = True
         await error_response(refusal)(scope, receive, send)
 
 

@@ -1,8 +1,16 @@
-"""Middleware that lets a request reach its route: behind a proxy's prefix, with a trailing slash, or as HEAD."""
+"""Paths: which need admission, and middleware that lets a request reach its route.
+
+That is behind a proxy's prefix, with a trailing slash, or as HEAD.
+"""
 
 from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+ADMITTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize")
+"""Paths of requests that need the engine or the tokenizer workers."""
+REFUSES_ALL = "refuses_all"
+"""Key of a request's state: it was refused as every other would be at that time."""
 
 
 class PathMiddleware:

@@ -23,6 +23,7 @@ from cluster.http.server import create_app
 from cluster.http.tokenizer_pool import TokenizerPool
 from cluster.local_service import build_service
 from cluster.serve.progress import report_stage
+from cluster.serve.refusals import ReplicaMark
 from cluster.serve.worker_group import WorkerGroup
 from secateur.api_keys import check_api_keys
 from secateur.batch_dir import check_batch_dir
@@ -74,6 +75,7 @@ class Replica:
             self._args, self._config, self._client, self._tokenizer, self._tokenizing, replica=replica
         )
         app = create_app(service, echo_request_id=False)
+        app.add_middleware(ReplicaMark, replica=replica)
         app.add_middleware(ClientDisconnects)
         return app
 

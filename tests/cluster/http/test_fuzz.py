@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.http.middleware import ADMITTED
+from cluster.http.paths import ADMITTED
 from tests.support.fake_service import FakeService, wait_for
 
 CHECKS = (

@@ -23,10 +23,10 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 
-import cluster.serve.proxy
-import cluster.serve.sessions
 from cluster.http.limits import HttpLimits, LimitedProtocol
-from cluster.serve.proxy import environment, middlewares
+from cluster.serve.proxy import OpenAIErrors, environment, middlewares
+from cluster.serve.refusals import RepeatedRefusals
+from cluster.serve.sessions import Sessions
 
 ENDPOINT = {DeploymentID("secateur", "secateur"): EndpointInfo(route="/")}
 
@@ -120,7 +120,7 @@ async def test_a_proxy_without_a_replica_answers_503_in_our_format() -> None:
 
 async def test_a_request_that_starts_the_first_replica_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deployment with zero replicas starts one on request."""
-    monkeypatch.setattr(cluster.serve.proxy, "HOLD_S", 10.0)
+    monkeypatch.setattr("cluster.serve.proxy.HOLD_S", 10.0)
     async with serving(JSONResponse({"status": "ok"})) as (proxy, client):
         proxy.proxy_router.update_routes(ENDPOINT)
         waiting = asyncio.create_task(client.get("/health"))
@@ -213,6 +213,6 @@ async def test_the_environment_makes_serve_call_us(monkeypatch: pytest.MonkeyPat
     [(name, path)] = environment().items()
     monkeypatch.setattr(f"ray.serve._private.http_util.{name}", path)
     middlewares = configure_http_middlewares(HTTPOptions()).middlewares
-    assert [each.cls for each in middlewares] == [cluster.serve.proxy.OpenAIErrors, cluster.serve.sessions.Sessions]
+    assert [each.cls for each in middlewares] == [OpenAIErrors, RepeatedRefusals, Sessions]
     monkeypatch.setenv(name, "mine:callback")
     assert environment() == {name: "mine:callback"}
