@@ -30,7 +30,7 @@ from drafter.proposers.base import ModelProposer, root_rows
 from drafter.tree.frontier import Frontier, RootLogits
 from drafter.tree.grow import GrownTrees
 from drafter.tree.score import score
-from workers.types import DraftReply, DraftRequest, NodeKind, Rule, TreeBatch, TreeTrace
+from workers.types import DraftCosts, DraftReply, DraftRequest, NodeKind, Rule, TreeBatch, TreeTrace
 
 NUM_CANDIDATES = 16
 """Tokens of a node that are looked at: its children, and what may come instead of them."""
@@ -269,6 +269,7 @@ class PreDrafter:
             features_MH=None if features is None else features[g.to(features.device), row.to(features.device)],
             sampling=request.sampling.rows(owner_O),
             traced_B=None if request.traced_B is None else request.traced_B[owner_O],
+            costs=None if request.costs is None else _for_outcomes(request.costs, len(predictions) / len(owner_G)),
             **{name: getattr(request, name)[owner_O] for name in _LIMITS},
         )
 
@@ -286,6 +287,20 @@ class PreDrafter:
     def _outcome(self, request: DraftRequest, b: int, start: int, tokens: tuple[int, ...]) -> _Outcome:
         page = int(request.page_table_BP[b, (start - 1) // self._page_size])
         return _Outcome(start, tokens, int(request.sampling.seed_B[b]), page)
+
+
+def _for_outcomes(costs: DraftCosts, num_each: float) -> DraftCosts:
+    """Return the costs of verifying and drafting every outcome's tree, `num_each` per request, in a step of its own.
+
+    Only one tree of each request will be verified. With the step's own costs, all would share the rows of one.
+    """
+    return replace(
+        costs,
+        nodes_T=(costs.nodes_T * num_each).round().int(),
+        verify_ms_T=costs.verify_ms_T * num_each,
+        draft_ms_3=costs.draft_ms_3 * torch.tensor([num_each, num_each, 1]),
+        base_tokens_1=costs.base_tokens_1 * num_each,
+    )
 
 
 def _can_predict(request: DraftRequest) -> bool:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from drafter.predraft import PreDrafter, _select
+from drafter.predraft import PreDrafter, _for_outcomes, _select
+from drafter.tree.cost_model import TreeCostModel
 from drafter.tree.grow import GrownTrees
 from tests.support.fakes import Bench, Counting
 from workers.config import TreeConfig
-from workers.types import NodeKind, TreeBatch, TreeTrace
+from workers.types import DraftCosts, NodeKind, TreeBatch, TreeTrace
 
 TREES = TreeBatch(  # a root with two children in a row, and a root with one child
     offsets=torch.tensor([0, 3, 5], dtype=torch.int32),
@@ -94,6 +95,23 @@ def test_a_tree_answers_if_it_is_within_the_requests_limits(nodes: int, depth: i
     assert ahead._predrafted(own) == [tree]
     assert ahead._predrafted(request(num_nodes_B=torch.tensor([0, 1, 0]))) == [1]
     assert ahead._predrafted(request(num_nodes_B=torch.tensor([1, 0, 0]))) == [None]
+
+
+@pytest.mark.parametrize("num_each", [1.0, 3.0, 16.0])
+def test_every_outcome_gets_the_tree_that_it_would_get_in_a_step_of_its_own(num_each: float) -> None:
+    costs = DraftCosts(
+        nodes_T=torch.tensor([0, 8], dtype=torch.int32),
+        verify_ms_T=torch.tensor([10.0, 18.0]),
+        draft_ms_3=torch.tensor([1.0, 0.8, 0.1]),
+        base_tokens_1=torch.tensor([1.0]),
+        calibration_D2=torch.tensor([[1.0, 0.0]]),
+    )
+    weights, none = np.array([0.7, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02], np.float32), np.zeros(0, np.float32)
+    alone, together = TreeCostModel(costs), TreeCostModel(_for_outcomes(costs, num_each))
+    count = alone.best_count(weights, alone.draft_ms(3, 2), none)
+    assert 1 < count < len(weights)
+    ranked = weights.repeat(int(num_each))
+    assert together.best_count(ranked, together.draft_ms(3, 2 * int(num_each)), none) == count * num_each
 
 
 @pytest.mark.slow

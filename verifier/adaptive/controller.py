@@ -19,6 +19,7 @@ Legend: K choices, B requests.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ from workers.config import EngineConfig, PruneConfig
 from workers.types import DraftCosts, DraftReply, Verdict
 from workers.workspace import max_backlog, max_message_rows
 
-_RATE = 0.05  # of the averages over recent trees
+_RATE = 0.02  # of the averages over recent trees
 _LOOK_EVERY = 96  # steps between two lookups while they do not pay
 
 
@@ -198,6 +199,7 @@ class Controller:
         With `found`, the others get their lookup drafts.
         """
         gain, num_nodes = self._tree.mean
+        gain += self._optimism
         num_levels, nodes_run = self._growth.mean
         count_K = np.arange(len(ranked) + 1)
         trees_K = count_K + len(others)
@@ -214,6 +216,11 @@ class Controller:
         if not others:
             verify_ms_K[0] = self._costs.verify_ms(step, nodes_K[0], trees_K[0], is_alone=True)
         return 1 / ((len(step.decode) - saved_K) * (verify_ms_K + draft_ms_K))
+
+    @property
+    def _optimism(self) -> float:
+        """Return a standard error of the tokens gained per tree, less that of many: a few bad trees tell little."""
+        return float(1 / math.sqrt(self._tree.count) - math.sqrt(_RATE)) if self._tree.count * _RATE < 1 else 0.0
 
     def _rows_per_step(self, request: Request) -> float:
         """Return the rows fed per step: the tokens gained, and the backlog spread over the remaining steps."""
@@ -320,11 +327,11 @@ class _Average:
     """The mean of all values at first, then of recent ones; `first` counts as one value."""
 
     def __init__(self, first: np.ndarray) -> None:
-        self.mean, self._count = first, 1
+        self.mean, self.count = first, 1
 
     def add(self, value: np.ndarray) -> None:
-        self._count += 1
-        self.mean = self.mean + max(_RATE, 1 / self._count) * (value - self.mean)
+        self.count += 1
+        self.mean = self.mean + max(_RATE, 1 / self.count) * (value - self.mean)
 
 
 def _saving(gain: float) -> float:

@@ -1,14 +1,15 @@
 """The speculation gate: whether drafting is on, and when a step probes drafting while it is off.
 
 Drafting is on while its forecast is better than that of plain decoding. While it is off, nothing measures its cost, so
-single steps probe it. After a probe, so many steps pass that the time which the probe lost is 0.3 % of theirs. Plain
-decoding needs no probes, because steps with trees measure the target as well.
+eight steps in a row probe it: one tree tells little. Afterwards so many steps pass that the time which the probe lost
+is 0.3 % of theirs. Plain decoding needs no probes, because steps with trees measure the target as well.
 """
 
 from __future__ import annotations
 
 _PROBE_SHARE = 0.003  # of the time, lost to probes
-_FIRST_GAP, _LEAST_GAP, _MOST_GAP = 32, 8, 512  # steps before the first probe, and between two
+_FIRST_GAP, _LEAST_GAP, _MOST_GAP = 32, 8, 512  # steps before the first probe, and from one to the next
+_PROBE_STEPS = 8
 _WEIGH_EVERY = 64  # steps between two forecasts while drafting is off
 _MEASURE_EVERY = 31  # plain steps between two that are measured while drafting is off; 32 would meet periodic work
 _HYSTERESIS = 1.05
@@ -22,6 +23,8 @@ class SpeculationGate:
         self.is_probe = False  # this step drafts although plain decoding is forecast to be faster
         self.advantage = 1.0  # the last forecast: pace with drafts over pace without
         self._gap: float = _FIRST_GAP
+        self._probes_left = 0  # steps of this probe
+        self._lost = 0.0  # in this probe
         self._waited = 0  # steps since drafting was switched off or probed
         self._since_forecast = 0  # steps since the last forecast
         self._batch = 0  # decoding requests at the last forecast
@@ -56,10 +59,14 @@ class SpeculationGate:
         if prefers != self.is_on:
             self.is_on, self._waited = prefers, 0
         self._waited += 1
-        self.is_probe = not self.is_on and self._waited > self._gap
-        if self.is_probe:
-            self._waited = 0
+        if self.is_on:
+            self._probes_left = 0
+        elif self._waited > self._gap:
+            self._waited, self._probes_left, self._lost = 0, _PROBE_STEPS, 0.0
+        self.is_probe = self._probes_left > 0
 
     def observe_probe(self, loss: float) -> None:
-        """Set the steps until the next probe. loss: the time that this one lost, in plain steps."""
-        self._gap = min(max(loss / _PROBE_SHARE, _LEAST_GAP), _MOST_GAP)
+        """Count a step of a probe, and set the gap to the next one. loss: the time that it lost, in plain steps."""
+        self._probes_left = max(0, self._probes_left - 1)
+        self._lost += loss
+        self._gap = min(max(self._lost / _PROBE_SHARE, _LEAST_GAP), _MOST_GAP)

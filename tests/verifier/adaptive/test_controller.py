@@ -138,6 +138,14 @@ def test_a_guess_of_what_drafting_takes_switches_nothing_off():
     assert not controller.plan(step, requests).inputs
 
 
+def test_a_few_bad_trees_do_not_switch_drafting_off_and_many_do():
+    controller, requests = controller_of(None), decoding(1)
+    controller._costs._num_exchanges = 99  # drafting has been measured: as the first guess
+    for count, drafts in ((5, True), (50, False)):
+        controller._tree.mean, controller._tree.count = np.array([0.4, 4.0]), count
+        assert bool(controller.plan(step_of(requests), requests).inputs) == drafts, count
+
+
 def test_a_plain_step_is_measured_behind_one_with_nodes_though_a_prompt_comes_between(monkeypatch):
     controller, requests = (
         controller_of(config.SimulatedCosts(step_ms=3, row_ms=0.5, draft_ms=10.0, level_ms=0.1)),
