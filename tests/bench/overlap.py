@@ -1,6 +1,7 @@
 """Measures what overlapping drafting and verification gains, for each `overlap` and without a drafter.
 
     python -m tests.bench.overlap [--target-cost 300m] [--batches 1 8] [--temperatures 0 1]
+    python -m tests.bench.overlap --model smollm2 --dtype bfloat16 --prompts FILE
 
 All stay loaded and take turns over the same prompts. Prints, per temperature and number of requests: tokens per second
 (the median of the rounds), their ratio to drafting in turn and to decoding without drafts, how long a step waits for
@@ -34,7 +35,9 @@ ENGINES = (*OVERLAPS, "off")
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model")
+    parser.add_argument("--model", default="bundled:target", help="with its own drafter")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--prompts", type=Path, default=BUNDLED_PROMPTS, help="as for `secateur bench`")
     parser.add_argument("--target-cost")
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--nodes", type=int, default=8)
@@ -50,18 +53,18 @@ def configurations(options: argparse.Namespace, stack: ExitStack) -> tuple[dict[
     """Return the engines' configurations, and the prompts."""
     args = EngineArgs.load(
         {
+            "model": options.model,
+            "dtype": options.dtype,
             "device": "cpu",
             "speculative_config": {
-                "model": "bundled:eagle3",
                 "num_speculative_tokens": options.nodes,
                 "speculative_tree_prune": options.prune,
             },
-            **({"model": options.model} if options.model else {}),
         }
     )
     size = TargetSize.parse(options.target_cost) if options.target_cost else None
     args = stack.enter_context(scaled(args, size, options.cache, print))
-    texts = read_prompts(BUNDLED_PROMPTS, 32)
+    texts = read_prompts(options.prompts, 32)
     config, prompts = workload(args, texts, max_tokens=options.max_tokens, max_num_seqs=max(options.batches))
     assert config.draft is not None
     engines = {name: replace(config, draft=replace(config.draft, overlap=name)) for name in OVERLAPS}
