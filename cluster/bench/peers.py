@@ -45,6 +45,8 @@ STOP_S = 10.0
 CACHE_GIB = 2
 """Each peer gets this much memory for its KV cache. By default vLLM takes half of the machine's memory, but several
 contestants are up at once."""
+UNSENT = -1
+"""Stands for a token that a peer computed and did not send."""
 MODEL = "peer"
 """The name that vLLM serves the model under."""
 
@@ -400,6 +402,7 @@ class PeerContestant:
                         now = time.perf_counter() - began
                         first = first or now
                         tokens += chunk.tokens
+                    tokens += [UNSENT] * (chunk.tokens_predicted - len(tokens))
         return Timing(tokens=tokens, first_seconds=first, seconds=now)
 
     async def _drafted(self, http: httpx2.AsyncClient) -> DraftCounts:
@@ -419,6 +422,8 @@ class Chunk(BaseModel):
 
     tokens: list[int] = []
     choices: list[VllmChoice] = []
+    tokens_predicted: int = 0
+    """In llama.cpp's last chunk: all tokens. Those of a character that the answer's end cuts off are not sent."""
 
     def model_post_init(self, _: object) -> None:
         """Put vLLM's tokens where llama.cpp has them."""

@@ -123,6 +123,7 @@ class Controller:
         # Averages over recent trees, optimistic until the first.
         self._tree = _Average(np.array([2.0, 4.0]))  # tokens gained, nodes verified
         self._growth = _Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree
+        self._num_trees = 0  # that these averages have seen
         self._num_steps = 0
         self._had_nodes = False  # a step had draft nodes, and no plain step was measured since
 
@@ -220,7 +221,7 @@ class Controller:
     @property
     def _optimism(self) -> float:
         """Return a standard error of the tokens gained per tree, less that of many: a few bad trees tell little."""
-        return float(1 / math.sqrt(self._tree.count) - math.sqrt(_RATE)) if self._tree.count * _RATE < 1 else 0.0
+        return max(0.0, 1 / math.sqrt(1 + self._num_trees) - math.sqrt(_RATE))
 
     def _rows_per_step(self, request: Request) -> float:
         """Return the rows fed per step: the tokens gained, and the backlog spread over the remaining steps."""
@@ -296,6 +297,7 @@ class Controller:
         if not any(is_ours_B):
             return
         ours = [verdict for (_, _, verdict), is_ours in zip(own, is_ours_B, strict=True) if is_ours]
+        self._num_trees += len(ours)
         self._tree.add(np.array([(len(verdict.path), verdict.num_verified) for verdict in ours]).mean(axis=0))
         # The weights of sampled trees are expectations under q alone, so they do not calibrate confidence.
         is_shown_B = [is_ours and not r.rule.is_sampled for (r, _, _), is_ours in zip(own, is_ours_B, strict=True)]
@@ -327,11 +329,11 @@ class _Average:
     """The mean of all values at first, then of recent ones; `first` counts as one value."""
 
     def __init__(self, first: np.ndarray) -> None:
-        self.mean, self.count = first, 1
+        self.mean, self._count = first, 1
 
     def add(self, value: np.ndarray) -> None:
-        self.count += 1
-        self.mean = self.mean + max(_RATE, 1 / self.count) * (value - self.mean)
+        self._count += 1
+        self.mean = self.mean + max(_RATE, 1 / self._count) * (value - self.mean)
 
 
 def _saving(gain: float) -> float:

@@ -180,9 +180,14 @@ def test_requests_ask_for_the_whole_vocabulary_and_every_token() -> None:
 
 def test_chunks_of_both_servers_become_tokens() -> None:
     vllm = b'data: {"choices":[{"text":"a","token_ids":[198,1]}]}\n\ndata: {"choices":[{"text":"","index":0}]}\n\n'
-    llamacpp = b'data: {"content":"a","tokens":[520],"stop":false}\n\ndata: {"content":"","tokens":[],"stop":true}\n\n'
+    llamacpp = (
+        b'data: {"content":"a","tokens":[520],"stop":false}\n\n'
+        b'data: {"content":"","tokens":[],"tokens_predicted":3,"stop":true}\n\n'
+    )
     events = Events(Call(path="/", reads=Chunk))
-    assert [chunk.tokens for chunk in events.feed(vllm + llamacpp + b"data: [DONE]\n\n")] == [[198, 1], [], [520], []]
+    chunks = list(events.feed(vllm + llamacpp + b"data: [DONE]\n\n"))
+    assert [chunk.tokens for chunk in chunks] == [[198, 1], [], [520], []]
+    assert chunks[-1].tokens_predicted == 3
 
 
 def test_the_acceptance_length_is_that_of_the_turn() -> None:

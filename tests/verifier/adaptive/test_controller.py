@@ -142,7 +142,7 @@ def test_a_few_bad_trees_do_not_switch_drafting_off_and_many_do():
     controller, requests = controller_of(None), decoding(1)
     controller._costs._num_exchanges = 99  # drafting has been measured: as the first guess
     for count, drafts in ((5, True), (50, False)):
-        controller._tree.mean, controller._tree.count = np.array([0.4, 4.0]), count
+        controller._tree.mean, controller._num_trees = np.array([0.4, 4.0]), count
         assert bool(controller.plan(step_of(requests), requests).inputs) == drafts, count
 
 
