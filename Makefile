@@ -29,7 +29,7 @@ ON_300M := --target-cost 300m --cache build/bench
 help: ## list these targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
-demo: $(VENV)/.installed-serve ## start the service on Ray, talk to it, show what speculation gains, stop it
+demo: $(VENV)/.installed-smollm2 ## start the service on Ray, talk to it, show what speculation gains, stop it
 	@echo 'Next: the service starts on Ray (one to three minutes), answers a prompt, and is measured (a minute more).'
 	$(BIN)/python -m cluster.demo
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import httpx2
@@ -12,15 +13,23 @@ import httpx2
 from cluster.serve.launch import running
 from cluster.system.processes import descendants, wait_gone
 from secateur import Client
-from secateur.config import EngineArgs
+from secateur.config import BUNDLED_TARGET, SMOLLM2, EngineArgs, resolve_model
+from secateur.errors import ConfigError
 
-PROMPTS = (
-    "def binary_search(items, target):\n    low, high =",
-    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):",
-    "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
-    "def read_lines(path):\n    with open(path) as",
-)
-QUESTION = "Write a function that reads a file."
+QUESTIONS = {
+    SMOLLM2: (
+        "What makes the sky blue?",
+        "Write a short email to thank a colleague for her help.",
+        "Write a Python function that reverses a string.",
+        "Give me three tips for a good night's sleep.",
+    ),
+    BUNDLED_TARGET: (
+        "Write a function that reads a file.",
+        "Write a class for a stack.",
+        "What does this function do? def add(a, b): return a + b",
+        "Write a function that parses arguments.",
+    ),
+}
 WAYS: dict[str, dict[str, Any]] = {
     "off": {"enabled": False},
     "trees of 4 nodes": {"tree_prune": "off", "num_speculative_tokens": 4},
@@ -33,7 +42,7 @@ END_TIMEOUT_S = 15.0
 
 
 class Run(NamedTuple):
-    """One answer to one prompt."""
+    """One answer to one question."""
 
     text: str
     num_tokens: int
@@ -45,13 +54,14 @@ class Run(NamedTuple):
 def main() -> int:
     """Run the demo; return 0 if all greedy texts are equal with and without drafts and no process is left, else 1."""
     began = time.monotonic()
-    print("Starting the service on Ray: one verifier, one drafter, the bundled models, on CPU ...", flush=True)
-    with running(EngineArgs.load({"device": "cpu", "port": 0})) as url:
+    model = _model()
+    print(f"Starting the service on Ray: {model}, one verifier, one drafter, on CPU ...", flush=True)
+    with running(EngineArgs.load({"model": model, "device": "cpu", "port": 0, "max_model_len": 2048})) as url:
         print(f"Ready after {time.monotonic() - began:.0f} s at {url}\n")
         _print_topology(url)
         with Client(url) as client:
-            _stream(client)
-            same = _compare(client)
+            _stream(client, QUESTIONS[model][0])
+            same = _compare(client, QUESTIONS[model])
         ours = descendants()
     left = wait_gone(ours, timeout_s=END_TIMEOUT_S)
     print(f"\nStopped; {len(ours)} processes ended, {len(left)} left. {time.monotonic() - began:.0f} s in all.")
@@ -59,8 +69,20 @@ def main() -> int:
         print(f"Still running: {left}", file=sys.stderr)
     if not same:
         print("Greedy texts differ with and without speculation", file=sys.stderr)
-    print("Next: `make chat` talks to a larger model; `.venv/bin/secateur serve` has a page that shows the trees.")
+    print(
+        f"Next: `make chat` opens a conversation; `.venv/bin/secateur serve {model}` has a page that shows the trees."
+    )
     return 0 if same and not left else 1
+
+
+def _model() -> str:
+    """Return SmolLM2 if its package is installed, else the bundled target."""
+    try:
+        resolve_model(SMOLLM2)
+    except ConfigError as error:
+        print(f"{error}. Until then the demo shows the bundled model, which knows only Python code.")
+        return BUNDLED_TARGET
+    return SMOLLM2
 
 
 def _print_topology(url: str) -> None:
@@ -70,29 +92,26 @@ def _print_topology(url: str) -> None:
         print(f"{entry['role']:<12}{entry.get('rank', '-')!s:<6}{entry['pid']:<9}{entry['device']}")
 
 
-def _stream(client: Client) -> None:
-    print(f"\n> {QUESTION}")
-    for chunk in client.stream_chat(QUESTION, max_tokens=MAX_TOKENS, temperature=0):
+def _stream(client: Client, question: str) -> None:
+    print(f"\n> {question}")
+    for chunk in client.stream_chat(question, max_tokens=2 * MAX_TOKENS, temperature=0):
         print(chunk.text, end="", flush=True)
-    print(f"\n\n> {PROMPTS[0]}", end="")
-    for part in client.stream_complete(PROMPTS[0], max_tokens=MAX_TOKENS, temperature=0):
-        print(part.text, end="", flush=True)
     print()
 
 
-def _compare(client: Client) -> bool:
+def _compare(client: Client, questions: Sequence[str]) -> bool:
     """Print the speed with each setting; return whether all of them gave the same greedy texts."""
-    runs: dict[str, list[list[Run]]] = {way: [[] for _ in PROMPTS] for way in WAYS}
+    runs: dict[str, list[list[Run]]] = {way: [[] for _ in questions] for way in WAYS}
     for _ in range(REPETITIONS):
-        for index, prompt in enumerate(PROMPTS):  # interleaved, so that a slower machine slows all settings alike
+        for index, question in enumerate(questions):  # interleaved, so that a slower machine slows all settings alike
             for way, speculative in WAYS.items():
-                runs[way][index].append(_run(client, prompt, speculative))
-    texts = [{run.text for per_prompt in runs.values() for run in per_prompt[index]} for index in range(len(PROMPTS))]
+                runs[way][index].append(_run(client, question, speculative))
+    texts = [{run.text for per_question in runs.values() for run in per_question[i]} for i in range(len(questions))]
     same = all(len(different) == 1 for different in texts)
-    print(f"\n{len(PROMPTS)} prompts, greedy, {MAX_TOKENS} tokens each; medians of {REPETITIONS} interleaved runs")
+    print(f"\n{len(questions)} questions, greedy, {MAX_TOKENS} tokens each; medians of {REPETITIONS} interleaved runs")
     print(f"{'speculation':<20}{'tokens/s':<11}{'ratio':<8}{'acceptance length':<20}nodes verified per token")
-    for way, per_prompt in runs.items():
-        speed, all_runs = _median_speed(per_prompt), [run for each in per_prompt for run in each]
+    for way, per_question in runs.items():
+        speed, all_runs = _median_speed(per_question), [run for each in per_question for run in each]
         length = statistics.mean(run.acceptance_length for run in all_runs)
         nodes = sum(run.num_verified for run in all_runs) / sum(run.num_tokens for run in all_runs)
         print(f"{way:<20}{speed:<11.1f}{speed / _median_speed(runs['off']):<8.2f}{length:<20.2f}{nodes:.2f}")
@@ -100,10 +119,10 @@ def _compare(client: Client) -> bool:
     return same
 
 
-def _run(client: Client, prompt: str, speculative: dict[str, Any]) -> Run:
+def _run(client: Client, question: str, speculative: dict[str, Any]) -> Run:
     began = time.perf_counter()
-    answer = client.complete(
-        prompt,
+    answer = client.chat(
+        question,
         max_tokens=MAX_TOKENS,
         temperature=0,
         ignore_eos=True,
@@ -117,7 +136,7 @@ def _run(client: Client, prompt: str, speculative: dict[str, Any]) -> Run:
 
 
 def _median_speed(runs: list[list[Run]]) -> float:
-    return statistics.median(run.num_tokens / run.seconds for per_prompt in runs for run in per_prompt)
+    return statistics.median(run.num_tokens / run.seconds for per_question in runs for run in per_question)
 
 
 if __name__ == "__main__":

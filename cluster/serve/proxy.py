@@ -45,13 +45,13 @@ def environment() -> dict[str, str]:
 
 
 def middlewares(protocol: str = "cluster.http.limits:LimitedProtocol") -> list[Middleware]:
-    """Return the proxy's middleware; each proxy calls this once, before it creates its server.
+    """Return the proxy's middleware, the innermost first; each proxy calls this once, before it creates its server.
 
     It also installs `protocol`, the import path of the server's protocol class, in uvicorn's table of protocols: Serve
     lets uvicorn choose.
     """
     HTTP_PROTOCOLS.update(auto=protocol, httptools=protocol)
-    return [Middleware(OpenAIErrors), Middleware(RepeatedRefusals), Middleware(Sessions)]
+    return [Middleware(Sessions), Middleware(RepeatedRefusals), Middleware(OpenAIErrors)]
 
 
 class OpenAIErrors:

@@ -213,6 +213,6 @@ async def test_the_environment_makes_serve_call_us(monkeypatch: pytest.MonkeyPat
     [(name, path)] = environment().items()
     monkeypatch.setattr(f"ray.serve._private.http_util.{name}", path)
     middlewares = configure_http_middlewares(HTTPOptions()).middlewares
-    assert [each.cls for each in middlewares] == [OpenAIErrors, RepeatedRefusals, Sessions]
+    assert [each.cls for each in middlewares] == [Sessions, RepeatedRefusals, OpenAIErrors]
     monkeypatch.setenv(name, "mine:callback")
     assert environment() == {name: "mine:callback"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.http.paths import ADMITTED, REFUSES_ALL
 from cluster.serve import refusals
-from cluster.serve.refusals import FORGET_S, HOLD_S, RepeatedRefusals, ReplicaMark
+from cluster.serve.refusals import FORGET_S, HOLD_S, TRY_S, RepeatedRefusals, ReplicaMark
 from secateur.responses import REQUEST_ID_HEADER
 
 
@@ -31,7 +33,13 @@ class Cluster:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_replicas: int = 1) -> None:
         monkeypatch.setattr(refusals, "Counter", NoCounter)
         self.full, self.now, self.num_forwarded = [True] * num_replicas, 1000.0, 0
-        marks = [ReplicaMark(self._replica(number), replica=f"replica#{number}") for number in range(num_replicas)]
+        self.answering = asyncio.Event()
+        """Answers wait for it; refusals do not."""
+        self.answering.set()
+        marks = [
+            ReplicaMark(self._replica(number), replica=f"replica#{number}", max_pending=5)
+            for number in range(num_replicas)
+        ]
 
         async def forward(scope: Scope, receive: Receive, send: Send) -> None:
             self.num_forwarded += 1
@@ -49,6 +57,7 @@ class Cluster:
                     {"error": name}, status_code=429, headers={"Retry-After": "7", REQUEST_ID_HEADER: id}
                 )
             else:
+                await self.answering.wait()
                 response = JSONResponse({"text": name}, headers={REQUEST_ID_HEADER: id})
             await response({**scope}, receive, send)
 
@@ -91,14 +100,47 @@ async def test_what_is_no_plain_generation_request_is_forwarded(monkeypatch: pyt
     assert service.num_forwarded == 4
 
 
-async def test_the_service_is_asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_service_is_tried_again_soon_and_opens_as_answers_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Cluster(monkeypatch)
+    await service.ask()
+    service.now += TRY_S - 0.01
+    assert (await service.ask()).status_code == 429 and service.num_forwarded == 1
+    service.now += 0.02
+    assert [(await service.ask()).status_code for _ in range(3)] == [429] * 3 and service.num_forwarded == 2
+    service.full = [False]
+    service.now += TRY_S + 0.01
+    assert [(await service.ask()).status_code for _ in range(3)] == [200] * 3, "each lets in the next"
+
+
+async def test_one_request_goes_in_for_each_that_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Cluster(monkeypatch)
+    service.answering = asyncio.Event()
+    service.full = [False]
+    running = [asyncio.create_task(service.ask()) for _ in range(3)]
+    await asyncio.sleep(0)
+    service.full = [True]
+    assert (await service.ask()).status_code == 429 and service.num_forwarded == 4
+    service.answering.set()
+    assert [each.status_code for each in await asyncio.gather(*running)] == [200] * 3
+    service.full = [False]
+    service.answering = asyncio.Event()
+    more = [asyncio.create_task(service.ask()) for _ in range(5)]
+    await asyncio.sleep(0)
+    assert service.num_forwarded == 7
+    service.answering.set()
+    assert sorted(each.status_code for each in await asyncio.gather(*more)) == [200, 200, 200, 429, 429]
+
+
+async def test_a_service_that_is_no_longer_full_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     service = Cluster(monkeypatch)
     await service.ask()
     service.full = [False]
-    service.now += HOLD_S - 0.01
-    assert (await service.ask()).status_code == 429
-    service.now += 0.02
-    assert [(await service.ask()).status_code for _ in range(3)] == [200] * 3
+    service.answering = asyncio.Event()
+    service.now += HOLD_S + 0.01
+    running = [asyncio.create_task(service.ask()) for _ in range(4)]
+    await asyncio.sleep(0)
+    service.answering.set()
+    assert [each.status_code for each in await asyncio.gather(*running)] == [200] * 4
 
 
 async def test_one_replica_with_room_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +171,26 @@ async def test_a_refusal_that_another_request_might_not_get_is_not_repeated(monk
         service.num_forwarded += 1
         await JSONResponse({}, status_code=429)(scope, receive, send)
 
-    service.proxy = RepeatedRefusals(ReplicaMark(answer, replica="r"), now=lambda: service.now)
+    service.proxy = RepeatedRefusals(ReplicaMark(answer, replica="r", max_pending=5), now=lambda: service.now)
     assert [(await service.ask()).status_code for _ in range(3)] == [429] * 3
     assert service.num_forwarded == 3
+
+
+async def test_no_more_are_let_in_than_the_replicas_hold_before_their_first_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = Cluster(monkeypatch, num_replicas=2)
+    service.full = [False, False]
+    first = [await service.ask(), await service.ask()]
+    assert [each.status_code for each in first] == [200, 200]
+    service.answering.clear()
+    asked = [asyncio.create_task(service.ask(id=f"{number}")) for number in range(13)]
+    await asyncio.sleep(0)
+    assert service.num_forwarded == 2 + 10
+    service.answering.set()
+    answers = await asyncio.gather(*asked)
+    assert [each.status_code for each in answers] == [200] * 10 + [429] * 3
+    assert answers[-1].headers["retry-after"] == "1" and answers[-1].headers[REQUEST_ID_HEADER] == "12"
+    assert json.loads(answers[-1].body)["error"]["code"] == "too_many_requests"
+    assert int(answers[-1].headers["content-length"]) == len(answers[-1].body)
+    assert (await service.ask()).status_code == 200
