@@ -1,7 +1,7 @@
 """Measures what overlapping drafting and verification gains, for each `overlap` and without a drafter.
 
     python -m tests.bench.overlap [--target-cost 300m] [--batches 1 8] [--temperatures 0 1]
-    python -m tests.bench.overlap --model smollm2 --dtype bfloat16 --prompts FILE
+    python -m tests.bench.overlap --model smollm2 --drafter bundled:smollm2-eagle3 --prompts FILE
 
 All stay loaded and take turns over the same prompts. Prints, per temperature and number of requests: tokens per second
 (the median of the rounds), their ratio to drafting in turn and to decoding without drafts, how long a step waits for
@@ -35,7 +35,8 @@ ENGINES = (*OVERLAPS, "off")
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bundled:target", help="with its own drafter")
+    parser.add_argument("--model", default="bundled:target")
+    parser.add_argument("--drafter", default="bundled:eagle3")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--prompts", type=Path, default=BUNDLED_PROMPTS, help="as for `secateur bench`")
     parser.add_argument("--target-cost")
@@ -57,6 +58,7 @@ def configurations(options: argparse.Namespace, stack: ExitStack) -> tuple[dict[
             "dtype": options.dtype,
             "device": "cpu",
             "speculative_config": {
+                "model": options.drafter,
                 "num_speculative_tokens": options.nodes,
                 "speculative_tree_prune": options.prune,
             },
