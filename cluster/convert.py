@@ -20,7 +20,7 @@ from secateur.errors import ConfigError, Problem
 from secateur.install import install_command
 from secateur.requests import DEFAULTED, ChatCompletionRequest
 from secateur.schema import problems_of
-from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
+from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, Overlap, PruneConfig, TreeConfig
 from workers.models.config_json import read_json
 from workers.models.gguf import convert_weights, describe, is_gguf
 from workers.models.hub import fetch_weights as fetch_from_hub
@@ -31,7 +31,8 @@ from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, c
 _SOME_MESSAGES = [{"role": "user", "content": ""}]
 _UNKNOWN_MODEL_LEN = 2048  # the placement does not depend on it
 _CORES_PER_DRAFTER = 8
-"""With fewer, a drafter that works beside a verifier in bfloat16 takes too large a part of its cores."""
+"""With fewer, a drafter that works beside a verifier in bfloat16 takes too large a part of its cores. Measured with 2;
+8 is a guess."""
 
 
 def visible_gpus() -> int:
@@ -109,22 +110,18 @@ def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineCon
         check_parallel(spec, config.tensor_parallel_size)
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from error
-    dtype = _dtype(args, config.device, spec)
-    config = replace(config, draft=_with_overlap(args, config, dtype))
-    threads, threads_alone = _threads(args, config, dtype)
     config = replace(
         config,
         model_path=str(path),
-        dtype=dtype,
-        threads=threads,
-        threads_alone=threads_alone,
+        dtype=_dtype(args, config.device, spec),
         max_model_len=_max_model_len(args, spec),
         eos_token_ids=spec.eos_token_ids,
     )
     sampling_defaults(args, config.model_path)  # report an invalid generation_config.json before anything starts
     if config.draft is None:
-        return config
-    return replace(config, draft=_checked_draft(config.draft, path, spec))
+        return _with_threads(args, config)
+    draft = _checked_draft(config.draft, path, spec)
+    return with_overlap(args, replace(config, draft=draft), draft.overlap)
 
 
 def load_tokenizer(args: EngineArgs, config: EngineConfig) -> Tokenizer:
@@ -323,30 +320,34 @@ def _dtype(args: EngineArgs, device: str, spec: ModelSpec) -> Literal["float32",
             raise ConfigError(Problem("dtype", f"the checkpoint's {other} is not supported; write bfloat16"))
 
 
-def _with_overlap(args: EngineArgs, config: EngineConfig, dtype: str) -> DraftConfig | None:
-    """Return the drafter's configuration, with no overlap where `auto` would take too much from the verifier.
+def with_overlap(args: EngineArgs, config: EngineConfig, overlap: Overlap) -> EngineConfig:
+    """Return the configuration with another `overlap` of its drafter, and the threads that go with it.
 
-    A drafter beside it keeps a core. Of two cores, that makes a forward in bfloat16 a fifth slower, more than a drafter
-    that works ahead can hide.
+    In bfloat16 on few cores `auto` means none, unless the threads are given: a drafter that works beside the verifier
+    keeps a core. Of two cores of a Xeon without AMX, that made a forward of SmolLM2 a fifth slower (2026-11-26), more
+    than working ahead hides.
     """
     draft = config.draft
-    is_auto = draft is not None and draft.overlap == "auto" and args.threads is None
-    if draft is None or not is_auto or config.device == "cuda" or dtype != "bfloat16":
-        return draft
-    return replace(draft, overlap="none") if num_cores() < _CORES_PER_DRAFTER * config.draft_ranks else draft
+    assert draft is not None
+    few_cores = num_cores() < _CORES_PER_DRAFTER * config.draft_ranks
+    if overlap == "auto" and args.threads is None and few_cores and _computes_on_all_cores(config):
+        overlap = "none"
+    return _with_threads(args, replace(config, draft=replace(draft, overlap=overlap)))
 
 
-def _threads(args: EngineArgs, config: EngineConfig, dtype: str) -> tuple[int, int]:
-    """Return the threads of a verifier rank beside a drafter that works, and alone: see `EngineArgs.threads`."""
-    if args.threads is not None:
-        return args.threads, args.threads
-    if config.device == "cuda" or dtype != "bfloat16":
-        return 1, 1
-    cores, num_verifiers, draft = num_cores(), config.tensor_parallel_size, config.draft
-    works_beside = draft is not None and draft.method != "ngram" and draft.overlap != "none"
-    num_drafters = config.draft_ranks if works_beside else 0
-    beside = max(1, (cores - num_drafters) // num_verifiers)
-    return beside, cores if num_verifiers == 1 else beside
+def _with_threads(args: EngineArgs, config: EngineConfig) -> EngineConfig:
+    """Set the threads of a verifier rank beside a drafter that works, and alone: see `EngineArgs.threads`."""
+    beside, alone = args.threads or 1, args.threads or 1
+    if args.threads is None and _computes_on_all_cores(config):
+        cores, num_verifiers, draft = num_cores(), config.tensor_parallel_size, config.draft
+        works_beside = draft is not None and draft.method != "ngram" and draft.overlap != "none"
+        beside = max(1, (cores - (config.draft_ranks if works_beside else 0)) // num_verifiers)
+        alone = cores if num_verifiers == 1 else beside
+    return replace(config, threads=beside, threads_alone=alone)
+
+
+def _computes_on_all_cores(config: EngineConfig) -> bool:
+    return config.device == "cpu" and config.dtype == "bfloat16"
 
 
 def _max_model_len(args: EngineArgs, spec: ModelSpec) -> int:

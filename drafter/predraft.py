@@ -290,10 +290,11 @@ class PreDrafter:
 
 
 def _for_outcomes(costs: DraftCosts, num_each: float) -> DraftCosts:
-    """Return the costs of verifying and drafting every outcome's tree, `num_each` per request, in a step of its own.
+    """Return costs for sizing the trees of all outcomes at once, as if each were verified in a step of its own.
 
-    Only one tree of each request will be verified. With the step's own costs, all would share the rows of one.
+    num_each: outcomes per request, of which one comes true. With the step's own costs all would share its rows.
     """
+    num_each = max(1.0, num_each)  # some requests may have none
     return replace(
         costs,
         nodes_T=(costs.nodes_T * num_each).round().int(),

@@ -28,12 +28,13 @@ SOURCES = {
 WORD_LISTS = ("noun", "adjective", "verb")
 """Of wonderwords."""
 SELF_ASKED = ""
+"""Stands for a question that the model asks itself."""
 MOST_DRAWS = 20
 """Of a question that was asked before, because some kinds have few."""
 
 
 class Conversation(NamedTuple):
-    """The user's turns of a conversation; the model answers each. A first turn SELF_ASKED is the model's, too.
+    """The user's turns of a conversation; the model answers each. The first may be SELF_ASKED.
 
     Example: Conversation(turns=("What is 3 times 4?", "Are you sure? Explain why."))
     """
@@ -75,12 +76,14 @@ def make_questions(count: int, seed: int) -> list[Conversation]:
     material, templates = read_material(kinds.words), list(kinds.first.values())
     conversations, seen = [], set()
     for number in range(count):
-        fields, turns = _fields(material, rng), [SELF_ASKED]
-        for _ in range(MOST_DRAWS if number % 2 == 0 else 0):
+        turns = [SELF_ASKED]
+        for _ in range(MOST_DRAWS):
+            fields = _fields(material, rng)
+            if number % 2:
+                break
             turns = [_fill(rng.choice(templates[number // 2 % len(templates)]), fields)]
             if turns[0] not in seen:
                 break
-            fields = _fields(material, rng)
         seen.add(turns[0])
         if rng.random() < 1 / 3:
             turns.append(_fill(rng.choice(kinds.follow_up), fields))

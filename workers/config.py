@@ -12,6 +12,9 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
+Overlap = Literal["auto", "none", "predraft", "alternate"]
+"""How drafter and verifier share their time, see `SpeculativeConfig.overlap`."""
+
 MAX_TREE_NODES = 64
 """Maximum number of nodes in a request's tree, root included: ancestors are stored as one 64-bit mask per node."""
 MIN_OUTCOMES = 32
@@ -111,7 +114,7 @@ class DraftConfig:
     placement: Literal["dedicated", "colocated"] = "dedicated"
     link: Literal["auto", "nccl", "host"] = "auto"
     """Between devices: whether trees and draft probabilities travel over NCCL like features, or through the host."""
-    overlap: Literal["auto", "none", "predraft", "alternate"] = "auto"
+    overlap: Overlap = "auto"
     """What the drafter does while the target verifies: grow the next trees below the likeliest outcomes, or those of
     the other half of the batch; `auto`: what is measured to pay."""
     fallback: bool = True

@@ -398,11 +398,11 @@ class PeerContestant:
             events = Events(Call(path=path, reads=Chunk))
             async for data in response.aiter_bytes():
                 for chunk in events.feed(data):
+                    tokens += [UNSENT] * (chunk.tokens_predicted - len(tokens) - len(chunk.tokens))
                     if chunk.tokens:
                         now = time.perf_counter() - began
                         first = first or now
                         tokens += chunk.tokens
-                    tokens += [UNSENT] * (chunk.tokens_predicted - len(tokens))
         return Timing(tokens=tokens, first_seconds=first, seconds=now)
 
     async def _drafted(self, http: httpx2.AsyncClient) -> DraftCounts:
@@ -423,7 +423,7 @@ class Chunk(BaseModel):
     tokens: list[int] = []
     choices: list[VllmChoice] = []
     tokens_predicted: int = 0
-    """In llama.cpp's last chunk: all tokens. Those of a character that the answer's end cuts off are not sent."""
+    """llama.cpp's count of the tokens computed so far, with those that are not sent: parts of a character."""
 
     def model_post_init(self, _: object) -> None:
         """Put vLLM's tokens where llama.cpp has them."""

@@ -30,6 +30,7 @@ from cluster.bench.output import (
 )
 from cluster.bench.runner import GenerationJob, Runner
 from cluster.bench.setup import scaled, workload
+from cluster.convert import with_overlap
 from cluster.system.temp_dirs import OwnedTempDir
 from secateur.bench import TracePlan
 from secateur.config import EngineArgs
@@ -112,7 +113,7 @@ def run(
         rows: list[TraceRow] = []
         folder = OwnedTempDir()
         try:
-            windows = _run(config, plan, tokens, folder.path, say)
+            windows = _run(args_, config, plan, tokens, folder.path, say)
             timelines: dict[str, Timeline] = {mode: read_timelines(folder.path / mode) for mode in plan.modes}
             rows += rows_of(timelines, windows)
         finally:
@@ -128,7 +129,7 @@ def run(
 
 
 def _run(
-    config: EngineConfig, plan: TracePlan, prompts: Sequence[list[int]], folder: Path, say: Say
+    args: EngineArgs, config: EngineConfig, plan: TracePlan, prompts: Sequence[list[int]], folder: Path, say: Say
 ) -> dict[str, dict[Cell, list[Window]]]:
     """Run every cell in every mode, in turn in every round; the engines write their timelines to FOLDER/MODE."""
     assert config.draft is not None
@@ -139,8 +140,8 @@ def _run(
         runners = {}
         for mode in plan.modes:
             (folder / mode).mkdir()
-            draft = replace(config.draft, overlap=mode, tree=tree)
-            own = replace(config, draft=draft, trace_path=str(folder / mode))
+            own = replace(config, draft=replace(config.draft, tree=tree), trace_path=str(folder / mode))
+            own = with_overlap(args, own, mode)
             runners[mode] = stack.enter_context(Runner(own))
         for number in range(plan.rounds + 1):
             for batch in plan.batches:

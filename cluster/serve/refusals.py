@@ -1,4 +1,4 @@
-"""Refusals of a full service that Serve's proxy repeats by itself, next to nothing each.
+"""Repeats the refusals of a full service in Serve's proxy, which costs next to nothing.
 
 On its way through Serve a refused request costs the proxy and the replica's front some 7 ms of processor time. At ten
 times the load that a service can take, all requests would wait in sockets for that. So a replica marks the refusals
@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from ray.util.metrics import Counter
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,129 +23,176 @@ from cluster.http.errors import HttpError, too_many_requests
 from cluster.http.paths import ADMITTED, REFUSES_ALL
 from secateur.responses import REQUEST_ID_HEADER
 
-HOLD_S = 2.0
+FULL_S = 2.0
 """How long a replica counts as full after its last refusal."""
 TRY_S = 0.25
-"""While all replicas are full, the proxy lets a request in at least so often, to learn when they are no longer."""
-FORGET_S = 30.0
-"""A replica that was not heard of for so long has ended, or has no part in what this proxy forwards."""
+"""While all replicas are full, one request for each of them is let in at least so often, to learn whether they are."""
+SILENT_S, GONE_S = 10.0, 600.0
+"""A replica that has not been heard from for so long, while others were, does not count: as full, and at all."""
 _MARK = "x-secateur-replica"
-"""From replica to proxy: its name, the most requests that it holds, and "full" if it refuses everyone. Clients do not
-see it."""
-
-Refusal = tuple[Message, Message]
-"""The two messages of a response."""
+"""From replica to proxy: the application's prefix, the replica's name, how many choices it holds at most, and "full" if
+it refuses everyone. Clients do not see it."""
 
 
 class ReplicaMark:
-    """Writes into a replica's responses who it is, how many requests it holds, and whether it refuses everyone."""
+    """Writes into a replica's responses who it is, how many choices it holds, and whether it refuses everyone."""
 
-    def __init__(self, app: ASGIApp, replica: str, max_pending: int) -> None:
+    def __init__(self, app: ASGIApp, replica: str, most_pending: int) -> None:
         self._app = app
-        self._mark = f"{replica} {max_pending}"
+        self._mark = f"{replica} {most_pending}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
         state = scope.setdefault("state", {})
+        mark = f"{scope.get('root_path', '').rstrip('/')}/ {self._mark}"
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[_MARK] = f"{self._mark} full" if REFUSES_ALL in state else self._mark
+                MutableHeaders(scope=message)[_MARK] = f"{mark} full" if REFUSES_ALL in state else mark
             await send(message)
 
         await self._app(scope, receive, marked)
 
 
+class Refusal(NamedTuple):
+    """The two messages of a response."""
+
+    start: Message
+    body: Message
+
+
+@dataclass(slots=True)
 class _Replica:
     """What the proxy knows of a replica."""
 
-    max_pending = 0
-    heard_at = refused_at = -math.inf  # its last answer, and its last refusal of everyone
+    most_pending: int
+    heard_at: float
+    refused_at: float = -math.inf  # everyone
+
+
+class _Application:
+    """What the proxy knows of the replicas of one application, and of the requests that it let in."""
+
+    def __init__(self) -> None:
+        self.num_waiting = 0  # requests that were let in and whose responses have not begun
+        self.places = 0  # requests that came out since all are full, less those that were let in
+        self._replicas: dict[str, _Replica] = {}
+        self._let_in_at = -math.inf  # or when a request was last refused
+        self._refused_at = -math.inf
+        self._refusal = _DEFAULT
+
+    def hear(self, name: str, most_pending: int, now: float, *, is_full: bool) -> None:
+        """Learn from a replica's mark."""
+        replica = self._replicas.setdefault(name, _Replica(most_pending, now))
+        replica.heard_at = now
+        if is_full:
+            replica.refused_at = self._let_in_at = now
+        self._replicas = {name: own for name, own in self._replicas.items() if now - own.heard_at < GONE_S}
+
+    def keep(self, refusal: Refusal, now: float) -> None:
+        """Remember the latest refusal."""
+        self._refusal, self._refused_at = refusal, now
+
+    def refuses(self, now: float) -> Refusal | None:
+        """Return how to refuse a request, None if it may try its luck; a place that it takes is counted."""
+        newest = max(own.heard_at for own in self._replicas.values())
+        heard = [own for own in self._replicas.values() if newest - own.heard_at < SILENT_S]
+        is_due = now - self._let_in_at >= TRY_S / len(heard)
+        # Under a sudden load the first refusal arrives late. Choices are at least as many as requests.
+        too_many = self.num_waiting >= sum(own.most_pending for own in self._replicas.values())
+        if not too_many and any(now - own.refused_at >= FULL_S for own in heard):
+            self.places = 0
+        elif self.places > 0 and not too_many:
+            self.places -= 1
+        elif not is_due:
+            return self._refusal if now - self._refused_at < FULL_S else _DEFAULT
+        self._let_in_at = now
+        return None
 
 
 class RepeatedRefusals:
     """While every replica refuses everyone, lets one request in for each that comes out, and refuses the others itself.
 
-    Nor does it let in more than the replicas hold: under a sudden load their first refusal takes its time. Scripts of
-    other origins are always let in, because their refusals have headers of their own.
+    It also never lets in more requests than the replicas hold. Scripts of other origins are always let in, because
+    their refusals have headers of their own.
     """
 
     def __init__(self, app: ASGIApp, now: Callable[[], float] = time.monotonic) -> None:
         self._app = app
         self._now = now
-        self._replicas: dict[str, _Replica] = {}
-        self._refusal = _messages(too_many_requests("too many requests are pending; try later"))
-        self._num_waiting = 0
-        """Requests that were let in and whose responses have not begun."""
-        self._places = 0
-        """Requests that came out since the replicas are full, less those that were let in."""
-        self._let_in_at = -math.inf
+        self._applications: dict[str, _Application] = {}  # by the prefix of their paths
         self._repeated = Counter(
             "secateur_repeated_refusals", description="Requests that Serve's proxy refused, because all replicas did."
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].rstrip("/").endswith(ADMITTED):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif "origin" in Headers(scope=scope) or self._lets_in():
-            await self._forward(scope, receive, send)
+            return
+        application, is_common = self._asked(scope), "origin" not in Headers(scope=scope)
+        refusal = application.refuses(self._now()) if application is not None and is_common else None
+        if refusal is None:
+            await self._forward(scope, receive, send, application, is_common=is_common)
         else:
             self._repeated.inc()
-            start, body = self._refusal
-            start = {**start, "headers": list(start["headers"])}
+            start = {**refusal.start, "headers": list(refusal.start["headers"])}
             MutableHeaders(scope=start)[REQUEST_ID_HEADER] = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
             await send(start)
-            await send(body)
+            await send(refusal.body)
 
-    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request, learn from its response, and hide the replica's mark."""
-        is_waiting, refusal = True, None
-        self._num_waiting += 1
+    def _asked(self, scope: Scope) -> _Application | None:
+        """Return the application that must admit the request; None if it is not known, or need not."""
+        path = scope["path"].rstrip("/")
+        if scope["method"] == "POST" and path.endswith(ADMITTED):
+            for prefix, application in self._applications.items():
+                if path.startswith(prefix) and f"/{path.removeprefix(prefix)}" in ADMITTED:
+                    return application
+        return None
+
+    async def _forward(
+        self, scope: Scope, receive: Receive, send: Send, application: _Application | None, *, is_common: bool
+    ) -> None:
+        """Forward a request, learn from its response, and hide the replica's mark.
+
+        application: that admits it, if any. is_common: another request may get the same refusal.
+        """
+        status: int | None = None
+        refusal: tuple[_Application, Message] | None = None
 
         async def heard(message: Message) -> None:
-            nonlocal is_waiting, refusal
+            nonlocal status, refusal
+            held, refusal = refusal, None
             if message["type"] == "http.response.start":
-                self._num_waiting -= is_waiting
-                is_waiting = False
+                status = message["status"]
+                if application is not None:
+                    application.num_waiting -= 1
                 headers = MutableHeaders(raw=list(message["headers"]))
                 if mark := headers.get(_MARK):
                     del headers[_MARK]
                     message = {**message, "headers": headers.raw}
-                    refusal = message if self._learn(mark) else None
-            elif refusal is not None and not message.get("more_body", False):
-                self._refusal = refusal, message
+                    own, is_full = self._learn(mark)
+                    refusal = (own, message) if is_full and is_common else None
+            elif held is not None and not message.get("more_body", False):
+                own, start = held
+                own.keep(Refusal(start, message), self._now())
             await send(message)
 
+        if application is not None:
+            application.num_waiting += 1
         try:
             await self._app(scope, receive, heard)
         finally:
-            self._num_waiting -= is_waiting
-            self._places += refusal is None  # one that was refused had no place
+            if application is not None:
+                application.num_waiting -= status is None
+                application.places += status is not None and status < 400  # others had no place
 
-    def _learn(self, mark: str) -> bool:
-        """Learn from a replica's mark; return whether it refuses everyone."""
-        name, max_pending, *full = mark.split()
-        replica, now = self._replicas.setdefault(name, _Replica()), self._now()
-        replica.max_pending, replica.heard_at = int(max_pending), now
-        if full:
-            replica.refused_at = now
-        return bool(full)
-
-    def _lets_in(self) -> bool:
-        now = self._now()
-        self._replicas = {name: own for name, own in self._replicas.items() if now - own.heard_at < FORGET_S}
-        replicas = self._replicas.values()
-        if replicas and self._num_waiting >= sum(own.max_pending for own in replicas):
-            return False
-        if not replicas or any(now - own.refused_at >= HOLD_S for own in replicas):
-            self._places = 0
-        elif self._places > 0:
-            self._places -= 1
-        elif now - self._let_in_at < TRY_S:
-            return False
-        self._let_in_at = now
-        return True
+    def _learn(self, mark: str) -> tuple[_Application, bool]:
+        """Learn from a replica's mark; return its application, and whether it refuses everyone."""
+        prefix, replica, most_pending, *full = mark.split()
+        application = self._applications.setdefault(prefix, _Application())
+        application.hear(replica, int(most_pending), self._now(), is_full=bool(full))
+        return application, bool(full)
 
 
 def _messages(error: HttpError) -> Refusal:
@@ -153,4 +202,7 @@ def _messages(error: HttpError) -> Refusal:
     headers["content-type"], headers["content-length"] = "application/json", str(len(body))
     headers["retry-after"] = str(error.retry_after_s)
     start = {"type": "http.response.start", "status": error.status, "headers": headers.raw}
-    return start, {"type": "http.response.body", "body": body}
+    return Refusal(start, {"type": "http.response.body", "body": body})
+
+
+_DEFAULT = _messages(too_many_requests("too many requests are pending; try later"))

@@ -135,7 +135,9 @@ class EverRarerProbes(gate.SpeculationGate):
             self._gap = 32
 
     def observe_probe(self, loss: float) -> None:
-        self._gap = min(2 * self._gap, 1024)
+        gap = self._gap
+        super().observe_probe(loss)
+        self._gap = gap if self._probes_left else min(2 * gap, 1024)
 
 
 class NoCalibration(calibration.Calibration):
@@ -205,7 +207,7 @@ VARIANTS: dict[str, list[Patch]] = {
     "hysteresis 1.15": [(gate, "_HYSTERESIS", 1.15)],
     "cost rates halved": [(cost_model, "_RATE", 0.05), (cost_model, "_DRAFT_RATE", 0.1)],
     "cost rates doubled": [(cost_model, "_RATE", 0.2), (cost_model, "_DRAFT_RATE", 0.4)],
-    "tree averages twice as fast": [(controller, "_RATE", 0.1)],
+    "tree averages twice as fast": [(controller, "_RATE", 0.04)],
     "lookup averages twice as fast": [(prompt_lookup, "_RATE", 0.04)],
     "lookup without a margin": [(prompt_lookup, "_MARGIN", 1.0)],
 }

@@ -16,19 +16,19 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import Literal
 
 from cluster.bench.runner import GenerationJob, Runner
 from cluster.bench.setup import scaled, workload
+from cluster.convert import with_overlap
 from secateur.bench import TargetSize
 from secateur.config import EngineArgs
 from secateur.prompts import read_prompts
 from workers.comm.ipc import EngineStats
-from workers.config import EngineConfig
+from workers.config import EngineConfig, Overlap
 from workers.types import SamplingSettings
 
 BUNDLED_PROMPTS = Path(__file__).parents[2] / "secateur" / "bundled" / "prompts.jsonl"
-OVERLAPS: tuple[Literal["none", "auto", "predraft", "alternate"], ...] = ("none", "auto", "predraft", "alternate")
+OVERLAPS: tuple[Overlap, ...] = ("none", "auto", "predraft", "alternate")
 ENGINES = (*OVERLAPS, "off")
 
 
@@ -68,8 +68,7 @@ def configurations(options: argparse.Namespace, stack: ExitStack) -> tuple[dict[
     args = stack.enter_context(scaled(args, size, options.cache, print))
     texts = read_prompts(options.prompts, 32)
     config, prompts = workload(args, texts, max_tokens=options.max_tokens, max_num_seqs=max(options.batches))
-    assert config.draft is not None
-    engines = {name: replace(config, draft=replace(config.draft, overlap=name)) for name in OVERLAPS}
+    engines = {name: with_overlap(args, config, name) for name in OVERLAPS}
     return {**engines, "off": replace(config, draft=None)}, prompts
 
 

@@ -1,14 +1,15 @@
 """The speculation gate: whether drafting is on, and when a step probes drafting while it is off.
 
 Drafting is on while its forecast is better than that of plain decoding. While it is off, nothing measures its cost, so
-eight steps in a row probe it: one tree tells little. Afterwards so many steps pass that the time which the probe lost
-is 0.3 % of theirs. Plain decoding needs no probes, because steps with trees measure the target as well.
+eight steps in a row probe it: one tree tells little. From the first step of one probe to that of the next so many steps
+pass, 16 to 1024, that the time which the probe lost is 0.3 % of theirs. Plain decoding needs no probes, because steps
+with trees measure the target as well.
 """
 
 from __future__ import annotations
 
 _PROBE_SHARE = 0.003  # of the time, lost to probes
-_FIRST_GAP, _LEAST_GAP, _MOST_GAP = 32, 8, 512  # steps before the first probe, and from one to the next
+_FIRST_GAP, _LEAST_GAP, _MOST_GAP = 32, 16, 1024  # steps before the first probe, and from one to the next
 _PROBE_STEPS = 8
 _WEIGH_EVERY = 64  # steps between two forecasts while drafting is off
 _MEASURE_EVERY = 31  # plain steps between two that are measured while drafting is off; 32 would meet periodic work
@@ -25,7 +26,7 @@ class SpeculationGate:
         self._gap: float = _FIRST_GAP
         self._probes_left = 0  # steps of this probe
         self._lost = 0.0  # in this probe
-        self._waited = 0  # steps since drafting was switched off or probed
+        self._waited = 0  # steps since drafting was switched off or a probe began
         self._since_forecast = 0  # steps since the last forecast
         self._batch = 0  # decoding requests at the last forecast
 
@@ -46,7 +47,7 @@ class SpeculationGate:
         """
         was_probe, self.is_probe = self.is_probe, False
         is_other_batch = num_decoding > 0 and 4 * abs(num_decoding - self._batch) > self._batch
-        is_due = was_probe or is_other_batch or self._since_forecast + 1 >= _WEIGH_EVERY
+        is_due = was_probe or self._probes_left > 0 or is_other_batch or self._since_forecast + 1 >= _WEIGH_EVERY
         is_idle = not (self.is_on or self._waited >= self._gap or is_due)
         self._waited += is_idle
         self._since_forecast += is_idle

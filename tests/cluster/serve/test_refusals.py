@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.http.paths import ADMITTED, REFUSES_ALL
 from cluster.serve import refusals
-from cluster.serve.refusals import FORGET_S, HOLD_S, TRY_S, RepeatedRefusals, ReplicaMark
+from cluster.serve.refusals import FULL_S, SILENT_S, TRY_S, RepeatedRefusals, ReplicaMark
 from secateur.responses import REQUEST_ID_HEADER
 
 
@@ -37,7 +37,7 @@ class Cluster:
         """Answers wait for it; refusals do not."""
         self.answering.set()
         marks = [
-            ReplicaMark(self._replica(number), replica=f"replica#{number}", max_pending=5)
+            ReplicaMark(self._replica(number), replica=f"replica#{number}", most_pending=5)
             for number in range(num_replicas)
         ]
 
@@ -63,7 +63,9 @@ class Cluster:
 
         return answer
 
-    async def ask(self, path: str = ADMITTED[0], method: str = "POST", id: str = "mine", **headers: str) -> Response:
+    async def ask(
+        self, path: str = ADMITTED[0], method: str = "POST", id: str = "mine", root: str = "", **headers: str
+    ) -> Response:
         raw = [(name.encode(), value.encode()) for name, value in {REQUEST_ID_HEADER: id, **headers}.items()]
         sent: list[Any] = []
 
@@ -73,7 +75,8 @@ class Cluster:
         async def receive() -> Any:
             return {"type": "http.request", "body": b"{}"}
 
-        await self.proxy({"type": "http", "method": method, "path": path, "headers": raw}, receive, send)
+        scope = {"type": "http", "method": method, "path": root + path, "root_path": root, "headers": raw}
+        await self.proxy(scope, receive, send)
         start, body = sent
         response = Response(body["body"], status_code=start["status"])
         response.raw_headers = start["headers"]
@@ -83,7 +86,7 @@ class Cluster:
 async def test_a_full_service_s_refusal_is_repeated_with_the_request_s_own_id(monkeypatch: pytest.MonkeyPatch) -> None:
     service = Cluster(monkeypatch)
     first = await service.ask(id="first")
-    again = [await service.ask(path, id="again") for path in (*ADMITTED, f"/prefix{ADMITTED[0]}/")]
+    again = [await service.ask(path, id="again") for path in (*ADMITTED, f"{ADMITTED[0]}/")]
     assert service.num_forwarded == 1 and service.proxy._repeated.count == len(again)
     for each, id in ((first, "first"), *((each, "again") for each in again)):
         assert (each.status_code, each.body) == (429, first.body)
@@ -94,10 +97,68 @@ async def test_a_full_service_s_refusal_is_repeated_with_the_request_s_own_id(mo
 async def test_what_is_no_plain_generation_request_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
     service = Cluster(monkeypatch)
     await service.ask()
-    await service.ask(origin="https://app.example")  # the refusal's CORS headers are for one origin
-    await service.ask("/health")
-    await service.ask(method="OPTIONS")
-    assert service.num_forwarded == 4
+    others = [await service.ask(origin="https://app.example"), await service.ask("/health", method="GET")]
+    others += [await service.ask(method="OPTIONS"), await service.ask("/v1/batches")]
+    assert service.num_forwarded == 5
+    assert not any("x-secateur-replica" in each.headers for each in others)
+
+
+async def test_the_refusal_of_a_script_of_another_origin_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its CORS headers name that origin."""
+    service = Cluster(monkeypatch)
+    refused = await service.ask(origin="https://app.example")
+    assert (refused.status_code, json.loads(refused.body)["error"]) == (429, "0 1")
+    common = await service.ask()
+    assert service.num_forwarded == 1 and json.loads(common.body)["error"]["code"] == "too_many_requests"
+
+
+async def test_other_applications_behind_the_proxy_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Cluster(monkeypatch)
+    assert [(await service.ask(root="/ours")).status_code for _ in range(3)] == [429] * 3 and service.num_forwarded == 1
+    service.full = [False]
+    assert [(await service.ask(root=root)).status_code for root in ("/other", "", "/ours/too")] == [200] * 3
+
+
+async def test_a_client_that_leaves_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Cluster(monkeypatch)
+    service.full = [False]
+    await service.ask()
+    service.answering.clear()
+    for _ in range(3):  # 15 in all, of which 5 may wait at a time
+        asked = [asyncio.create_task(service.ask()) for _ in range(5)]
+        await asyncio.sleep(0)
+        for each in asked:
+            each.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+    service.answering.set()
+    assert (await service.ask()).status_code == 200 and service.num_forwarded == 17
+
+
+async def test_a_stale_refusal_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Cluster(monkeypatch)
+    await service.ask()
+    service.full = [False]
+    service.now += FULL_S + 1
+    service.answering.clear()
+    asked = [asyncio.create_task(service.ask()) for _ in range(5)]
+    await asyncio.sleep(0)
+    refused = await service.ask()
+    assert refused.headers["retry-after"] == "1"
+    service.answering.set()
+    await asyncio.gather(*asked)
+
+
+async def test_each_of_many_full_replicas_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Cluster(monkeypatch, num_replicas=8)
+    for _ in range(8):
+        await service.ask()
+    for _ in range(400):  # 10 s, 40 requests a second
+        service.now += 0.025
+        await service.ask()
+    assert service.num_forwarded <= 8 + 10 / TRY_S * 8
+    service.full = [False] * 8
+    service.now += TRY_S
+    assert (await service.ask()).status_code == 200
 
 
 async def test_a_full_service_is_tried_again_soon_and_opens_as_answers_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,19 +175,20 @@ async def test_a_full_service_is_tried_again_soon_and_opens_as_answers_end(monke
 
 async def test_one_request_goes_in_for_each_that_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     service = Cluster(monkeypatch)
-    service.answering = asyncio.Event()
     service.full = [False]
+    await service.ask()  # until then nothing is known of the replica
+    service.answering.clear()
     running = [asyncio.create_task(service.ask()) for _ in range(3)]
     await asyncio.sleep(0)
     service.full = [True]
-    assert (await service.ask()).status_code == 429 and service.num_forwarded == 4
+    assert (await service.ask()).status_code == 429 and service.num_forwarded == 5
     service.answering.set()
     assert [each.status_code for each in await asyncio.gather(*running)] == [200] * 3
     service.full = [False]
     service.answering = asyncio.Event()
     more = [asyncio.create_task(service.ask()) for _ in range(5)]
     await asyncio.sleep(0)
-    assert service.num_forwarded == 7
+    assert service.num_forwarded == 8
     service.answering.set()
     assert sorted(each.status_code for each in await asyncio.gather(*more)) == [200, 200, 200, 429, 429]
 
@@ -136,7 +198,7 @@ async def test_a_service_that_is_no_longer_full_takes_all(monkeypatch: pytest.Mo
     await service.ask()
     service.full = [False]
     service.answering = asyncio.Event()
-    service.now += HOLD_S + 0.01
+    service.now += FULL_S + 0.01
     running = [asyncio.create_task(service.ask()) for _ in range(4)]
     await asyncio.sleep(0)
     service.answering.set()
@@ -157,7 +219,7 @@ async def test_a_replica_that_has_ended_does_not_count(monkeypatch: pytest.Monke
     service.full = [False, False]
     await service.ask()
     await service.ask()
-    service.now += FORGET_S + 1
+    service.now += SILENT_S + 1
     service.full = [True, True]
     await service.ask()
     assert service.num_forwarded == 3 and (await service.ask()).status_code == 429 and service.num_forwarded == 3
@@ -171,7 +233,7 @@ async def test_a_refusal_that_another_request_might_not_get_is_not_repeated(monk
         service.num_forwarded += 1
         await JSONResponse({}, status_code=429)(scope, receive, send)
 
-    service.proxy = RepeatedRefusals(ReplicaMark(answer, replica="r", max_pending=5), now=lambda: service.now)
+    service.proxy = RepeatedRefusals(ReplicaMark(answer, replica="r", most_pending=5), now=lambda: service.now)
     assert [(await service.ask()).status_code for _ in range(3)] == [429] * 3
     assert service.num_forwarded == 3
 
