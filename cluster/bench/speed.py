@@ -64,8 +64,8 @@ NOTES = (
     "what it costs, others may compile",
     "TPOT is time per output token after the first, mean over the requests; ratios are to our own engine without "
     "speculation in the same round",
-    "on CPU everybody has one thread per process: ours is two processes, drafter and verifier; generate_2_threads is "
-    "transformers with as many cores",
+    "on CPU in float32 everybody but peers has one thread per process: ours is two processes, drafter and verifier; "
+    "generate_2_threads is transformers with as many cores",
     "on CPU transformers has small blocks in huge pages, as ours has, if the benchmark was started with "
     "GLIBC_TUNABLES=glibc.malloc.hugetlb=1 (`make bench` is)",
     "generate answers requests in full batches, padded on the left; assisted generation and prompt lookup one by one",

@@ -220,7 +220,10 @@ class Controller:
 
     @property
     def _optimism(self) -> float:
-        """Return a standard error of the tokens gained per tree, less that of many: a few bad trees tell little."""
+        """Return the tokens that are added to the mean gain of a tree, because a few bad trees tell little.
+
+        They are one standard error, for a deviation of one token, less that of the full average.
+        """
         return max(0.0, 1 / math.sqrt(1 + self._num_trees) - math.sqrt(_RATE))
 
     def _rows_per_step(self, request: Request) -> float:
