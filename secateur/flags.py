@@ -150,7 +150,7 @@ ENGINE_FLAGS: dict[str, Any] = {
     "threads": _model(
         int,
         "--threads",
-        help="Threads of a verifier rank on CPU [with bfloat16 and no drafting model all, else 1].",
+        help="Threads of a verifier rank on CPU [1; in bfloat16 all, less one per drafter rank beside the verifier].",
     ),
 }
 SERVER_FLAGS: dict[str, Any] = {

@@ -28,23 +28,30 @@ FULL_S = 2.0
 TRY_S = 0.25
 """While all replicas are full, one request for each of them is let in at least so often, to learn whether they are."""
 SILENT_S, GONE_S = 10.0, 600.0
-"""A replica that has not been heard from for so long, while others were, does not count: as full, and at all."""
+"""After SILENT_S without a word from a replica, while others were heard, the question whether all are full ignores it;
+after GONE_S it is forgotten, and what it may hold."""
 _MARK = "x-secateur-replica"
-"""From replica to proxy: the application's prefix, the replica's name, how many choices it holds at most, and "full" if
-it refuses everyone. Clients do not see it."""
+"""From replica to proxy: the prefixes of the application's paths, the replica's name, how many choices it holds at
+most, and "full" if it refuses everyone. Clients do not see it."""
 
 
 class ReplicaMark:
-    """Writes into a replica's responses who it is, how many choices it holds, and whether it refuses everyone."""
+    """Writes into a replica's responses who it is, how many choices it holds, and whether it refuses everyone.
 
-    def __init__(self, app: ASGIApp, replica: str, most_pending: int) -> None:
+    root_path: the prefix under which clients see the service, see `PathMiddleware`.
+    """
+
+    def __init__(self, app: ASGIApp, replica: str, most_pending: int, root_path: str = "") -> None:
         self._app = app
         self._mark = f"{replica} {most_pending}"
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
         state = scope.setdefault("state", {})
-        mark = f"{scope.get('root_path', '').rstrip('/')}/ {self._mark}"
+        root = scope.get("root_path", "").rstrip("/")
+        prefixes = {f"{root}/", f"{root}{self._root_path}/"}  # a proxy in front may have removed the second
+        mark = f"{','.join(sorted(prefixes))} {self._mark}"
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -77,28 +84,32 @@ class _Application:
         self.num_waiting = 0  # requests that were let in and whose responses have not begun
         self.places = 0  # requests that came out since all are full, less those that were let in
         self._replicas: dict[str, _Replica] = {}
-        self._let_in_at = -math.inf  # or when a request was last refused
+        self._let_in_at = -math.inf  # or last refused by a replica
         self._refused_at = -math.inf
         self._refusal = _DEFAULT
 
     def hear(self, name: str, most_pending: int, now: float, *, is_full: bool) -> None:
         """Learn from a replica's mark."""
+        newest = max((own.heard_at for own in self._replicas.values()), default=now)
+        if now - newest >= SILENT_S:
+            for own in self._replicas.values():  # silence in which nobody was heard tells nothing
+                own.heard_at += now - newest
         replica = self._replicas.setdefault(name, _Replica(most_pending, now))
         replica.heard_at = now
         if is_full:
-            replica.refused_at = self._let_in_at = now
+            replica.refused_at = now
         self._replicas = {name: own for name, own in self._replicas.items() if now - own.heard_at < GONE_S}
 
     def keep(self, refusal: Refusal, now: float) -> None:
         """Remember the latest refusal."""
-        self._refusal, self._refused_at = refusal, now
+        self._refusal, self._refused_at, self._let_in_at = refusal, now, now
 
     def refuses(self, now: float) -> Refusal | None:
         """Return how to refuse a request, None if it may try its luck; a place that it takes is counted."""
         newest = max(own.heard_at for own in self._replicas.values())
         heard = [own for own in self._replicas.values() if newest - own.heard_at < SILENT_S]
         is_due = now - self._let_in_at >= TRY_S / len(heard)
-        # Under a sudden load the first refusal arrives late. Choices are at least as many as requests.
+        # Under a sudden load the first refusal arrives late. A request has one choice or more, so these fill them all.
         too_many = self.num_waiting >= sum(own.most_pending for own in self._replicas.values())
         if not too_many and any(now - own.refused_at >= FULL_S for own in heard):
             self.places = 0
@@ -113,8 +124,8 @@ class _Application:
 class RepeatedRefusals:
     """While every replica refuses everyone, lets one request in for each that comes out, and refuses the others itself.
 
-    It also never lets in more requests than the replicas hold. Scripts of other origins are always let in, because
-    their refusals have headers of their own.
+    Beyond what the replicas hold, too, it lets in only the tries, by which it also finds new replicas. Requests with an
+    `Origin` header are always let in, because their refusals have headers of their own.
     """
 
     def __init__(self, app: ASGIApp, now: Callable[[], float] = time.monotonic) -> None:
@@ -157,22 +168,22 @@ class RepeatedRefusals:
 
         application: that admits it, if any. is_common: another request may get the same refusal.
         """
-        status: int | None = None
+        is_waiting, is_refused = True, False
         refusal: tuple[_Application, Message] | None = None
 
         async def heard(message: Message) -> None:
-            nonlocal status, refusal
+            nonlocal is_waiting, is_refused, refusal
             held, refusal = refusal, None
             if message["type"] == "http.response.start":
-                status = message["status"]
+                is_waiting = False
                 if application is not None:
                     application.num_waiting -= 1
                 headers = MutableHeaders(raw=list(message["headers"]))
                 if mark := headers.get(_MARK):
                     del headers[_MARK]
                     message = {**message, "headers": headers.raw}
-                    own, is_full = self._learn(mark)
-                    refusal = (own, message) if is_full and is_common else None
+                    own, is_refused = self._learn(mark)
+                    refusal = (own, message) if is_refused and is_common else None
             elif held is not None and not message.get("more_body", False):
                 own, start = held
                 own.keep(Refusal(start, message), self._now())
@@ -180,17 +191,20 @@ class RepeatedRefusals:
 
         if application is not None:
             application.num_waiting += 1
+            if not is_common:
+                application.places = max(0, application.places - 1)
         try:
             await self._app(scope, receive, heard)
         finally:
             if application is not None:
-                application.num_waiting -= status is None
-                application.places += status is not None and status < 400  # others had no place
+                application.num_waiting -= is_waiting
+                application.places += not is_refused  # a refusal shows that there was no place
 
     def _learn(self, mark: str) -> tuple[_Application, bool]:
         """Learn from a replica's mark; return its application, and whether it refuses everyone."""
-        prefix, replica, most_pending, *full = mark.split()
-        application = self._applications.setdefault(prefix, _Application())
+        prefixes, replica, most_pending, *full = mark.split()
+        application = self._applications.get(prefixes.split(",")[0]) or _Application()
+        self._applications.update(dict.fromkeys(prefixes.split(","), application))
         application.hear(replica, int(most_pending), self._now(), is_full=bool(full))
         return application, bool(full)
 

@@ -75,7 +75,12 @@ class Replica:
             self._args, self._config, self._client, self._tokenizer, self._tokenizing, replica=replica
         )
         app = create_app(service, echo_request_id=False)
-        app.add_middleware(ReplicaMark, replica=replica, most_pending=service.admission.most_pending)
+        app.add_middleware(
+            ReplicaMark,
+            replica=replica,
+            most_pending=service.admission.most_pending,
+            root_path=self._args.root_path,
+        )
         app.add_middleware(ClientDisconnects)
         return app
 

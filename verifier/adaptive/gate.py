@@ -43,7 +43,8 @@ class SpeculationGate:
     def begin_step(self, num_decoding: int) -> bool:
         """Return True for an idle step: drafting is off and no forecast is due.
 
-        A forecast is due after a probe, after 64 steps, and when the batch has grown or shrunk by more than a quarter.
+        A forecast is due in every step of a probe and after it, after 64 steps, and when the batch has grown or shrunk
+        by more than a quarter.
         """
         was_probe, self.is_probe = self.is_probe, False
         is_other_batch = num_decoding > 0 and 4 * abs(num_decoding - self._batch) > self._batch

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.http.paths import ADMITTED, REFUSES_ALL
 from cluster.serve import refusals
-from cluster.serve.refusals import FULL_S, SILENT_S, TRY_S, RepeatedRefusals, ReplicaMark
+from cluster.serve.refusals import FULL_S, GONE_S, SILENT_S, TRY_S, RepeatedRefusals, ReplicaMark
 from secateur.responses import REQUEST_ID_HEADER
 
 
@@ -30,20 +30,21 @@ class NoCounter:
 class Cluster:
     """Replicas behind a proxy, which goes from one to the next, and a clock."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_replicas: int = 1) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_replicas: int = 1, root_path: str = "") -> None:
         monkeypatch.setattr(refusals, "Counter", NoCounter)
         self.full, self.now, self.num_forwarded = [True] * num_replicas, 1000.0, 0
+        self.status, self.alive = 200, list(range(num_replicas))
         self.answering = asyncio.Event()
         """Answers wait for it; refusals do not."""
         self.answering.set()
         marks = [
-            ReplicaMark(self._replica(number), replica=f"replica#{number}", most_pending=5)
+            ReplicaMark(self._replica(number), replica=f"replica#{number}", most_pending=5, root_path=root_path)
             for number in range(num_replicas)
         ]
 
         async def forward(scope: Scope, receive: Receive, send: Send) -> None:
             self.num_forwarded += 1
-            await marks[self.num_forwarded % num_replicas](scope, receive, send)
+            await marks[self.alive[self.num_forwarded % len(self.alive)]](scope, receive, send)
 
         self.proxy = RepeatedRefusals(forward, now=lambda: self.now)
 
@@ -58,7 +59,7 @@ class Cluster:
                 )
             else:
                 await self.answering.wait()
-                response = JSONResponse({"text": name}, headers={REQUEST_ID_HEADER: id})
+                response = JSONResponse({"text": name}, self.status, headers={REQUEST_ID_HEADER: id})
             await response({**scope}, receive, send)
 
         return answer
@@ -108,8 +109,8 @@ async def test_the_refusal_of_a_script_of_another_origin_is_its_own(monkeypatch:
     service = Cluster(monkeypatch)
     refused = await service.ask(origin="https://app.example")
     assert (refused.status_code, json.loads(refused.body)["error"]) == (429, "0 1")
-    common = await service.ask()
-    assert service.num_forwarded == 1 and json.loads(common.body)["error"]["code"] == "too_many_requests"
+    common = [json.loads((await service.ask()).body)["error"] for _ in range(3)]
+    assert service.num_forwarded == 2 and common == ["0 2"] * 3, "the first was a try"
 
 
 async def test_other_applications_behind_the_proxy_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +118,58 @@ async def test_other_applications_behind_the_proxy_are_left_alone(monkeypatch: p
     assert [(await service.ask(root="/ours")).status_code for _ in range(3)] == [429] * 3 and service.num_forwarded == 1
     service.full = [False]
     assert [(await service.ask(root=root)).status_code for root in ("/other", "", "/ours/too")] == [200] * 3
+
+
+@pytest.mark.parametrize("path", [ADMITTED[0], f"/llm{ADMITTED[0]}"])
+async def test_a_prefix_of_the_service_may_be_kept_or_removed_in_front(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    service = Cluster(monkeypatch, root_path="/llm")
+    assert [(await service.ask(path)).status_code for _ in range(3)] == [429] * 3 and service.num_forwarded == 1
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "401"])
+async def test_a_request_gives_its_place_back_however_it_ends(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    service = Cluster(monkeypatch)
+    service.full = [False]
+    await service.ask()
+    service.answering.clear()
+    running = asyncio.create_task(service.ask())
+    await asyncio.sleep(0)
+    service.full = [True]
+    assert (await service.ask()).status_code == 429 and service.num_forwarded == 3
+    service.full, service.status = [False], 401 if ending == "401" else 200
+    running.cancel() if ending == "cancelled" else service.answering.set()
+    await asyncio.gather(running, return_exceptions=True)
+    service.answering.set()
+    assert [(await service.ask()).status_code for _ in range(4)] == [service.status] * 4 and service.num_forwarded == 7
+
+
+async def test_scripts_of_other_origins_take_places_and_are_no_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Cluster(monkeypatch)
+    await service.ask()
+    for _ in range(10):
+        service.now += TRY_S / 4
+        await service.ask(origin="https://app.example")
+    assert (await service.ask()).status_code == 429 and service.num_forwarded == 12, "a try is due"
+    service.full = [False]
+    await service.ask(origin="https://app.example")
+    assert [(await service.ask()).status_code for _ in range(2)] == [200] * 2, "one place came back"
+
+
+async def test_replicas_are_known_after_an_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Cluster(monkeypatch, num_replicas=2)
+    service.full = [False, False]
+    await service.ask()
+    await service.ask()
+    service.now += 2 * GONE_S
+    await service.ask()
+    service.answering.clear()
+    asked = [asyncio.create_task(service.ask()) for _ in range(10)]
+    await asyncio.sleep(0)
+    assert service.num_forwarded == 3 + 10, "as many as both hold"
+    service.answering.set()
+    await asyncio.gather(*asked)
 
 
 async def test_a_client_that_leaves_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,13 +269,16 @@ async def test_one_replica_with_room_is_enough(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_a_replica_that_has_ended_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     service = Cluster(monkeypatch, num_replicas=2)
-    service.full = [False, False]
+    service.full = [False, True]
     await service.ask()
     await service.ask()
-    service.now += SILENT_S + 1
-    service.full = [True, True]
-    await service.ask()
-    assert service.num_forwarded == 3 and (await service.ask()).status_code == 429 and service.num_forwarded == 3
+    service.alive = [1]
+    for _ in range(4):  # until the other has been silent for long enough
+        assert (await service.ask()).status_code == 429
+        service.now += SILENT_S / 3
+    num_forwarded = service.num_forwarded
+    assert [(await service.ask()).status_code for _ in range(3)] == [429] * 3
+    assert service.num_forwarded == num_forwarded + 1
 
 
 async def test_a_refusal_that_another_request_might_not_get_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
