@@ -324,7 +324,7 @@ def with_overlap(args: EngineArgs, config: EngineConfig, overlap: Overlap) -> En
     """Return the configuration with another `overlap` of its drafter, and the threads that go with it.
 
     In bfloat16 on few cores `auto` means none, unless the threads are given: a drafter that works beside the verifier
-    keeps a core. Of two cores of a Xeon without AMX, that made a forward of SmolLM2 a fifth slower (2026-11-26), more
+    keeps a core. Of two virtual cores of an AMD EPYC that made a forward of SmolLM2 a fifth slower (2026-11-26), more
     than working ahead hides.
     """
     draft = config.draft
