@@ -60,7 +60,7 @@ NUM_HELD_OUT = 128
 QUESTION_TOKENS = 128
 """A question of the target's own that is longer is dropped."""
 QUESTION_TEMPERATURE = 0.8
-"""Of the questions that the target asks itself at temperature 1, a third make no sense."""
+"""A third of the questions that the target asks itself at temperature 1 make no sense."""
 STATE = "head.pt"
 RECORD = "training.json"
 """Beside the head: the coverage of its vocabulary, and the agreement by the number of tokens seen."""
@@ -73,9 +73,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--stage", choices=("answers", "train", "all"), default="all")
     parser.add_argument("--conversations", type=int, default=4000, help="to have answered in all [%(default)s]")
-    parser.add_argument(
-        "--answer-minutes", type=float, default=float("inf"), help="start no further ones after so many"
-    )
+    parser.add_argument("--answer-minutes", type=float, default=float("inf"), help="then start no more")
     parser.add_argument("--max-tokens", type=int, default=192, help="of an answer [%(default)s]")
     parser.add_argument("--engines", type=int, default=1, help="that answer at a time [%(default)s]")
     parser.add_argument("--concurrency", type=int, default=48, help="answers at a time in each [%(default)s]")
@@ -184,7 +182,7 @@ def read_lines(folder: Path) -> list[dict]:
 
 
 class Rows(NamedTuple):
-    """Conversations of R rows, each ending in an answer, cut or padded to N tokens; on the training's device."""
+    """Holds R conversations, each ending in an answer, cut or padded to N tokens, on the training's device."""
 
     tokens_RN: Tensor  # int32
     begins_R: Tensor  # the answer's first position
@@ -192,7 +190,7 @@ class Rows(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What the head reads of B rows with N tokens, and what it learns where A tokens of answers come next."""
+    """Holds what the head reads of B rows with N tokens, and learns where one of A tokens of answers comes next."""
 
     embeds_BNH: Tensor
     features_BNF: Tensor

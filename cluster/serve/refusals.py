@@ -70,7 +70,7 @@ class Refusal(NamedTuple):
 
 @dataclass(slots=True)
 class _Replica:
-    """What the proxy knows of a replica."""
+    """Holds what the proxy knows of a replica."""
 
     most_pending: int
     heard_at: float
@@ -78,7 +78,7 @@ class _Replica:
 
 
 class _Application:
-    """What the proxy knows of the replicas of one application, and of the requests that it let in."""
+    """Decides which requests of one application are let in, by what its replicas told."""
 
     def __init__(self) -> None:
         self.num_waiting = 0  # requests that were let in and whose responses have not begun
