@@ -108,10 +108,12 @@ def test_every_outcome_gets_the_tree_that_it_would_get_in_a_step_of_its_own(num_
     )
     weights, none = np.array([0.7, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02], np.float32), np.zeros(0, np.float32)
     alone, together = TreeCostModel(costs), TreeCostModel(_for_outcomes(costs, num_each))
-    count = alone.best_count(weights, alone.draft_ms(3, 2), none)
-    assert 1 < count < len(weights)
+    rates = alone.throughput(weights, alone.draft_ms(3, 2), none)
+    assert 1 < rates.argmax() < len(weights)
     ranked = weights.repeat(int(num_each))
-    assert together.best_count(ranked, together.draft_ms(3, 2 * int(num_each)), none) == count * num_each
+    all_rates = together.throughput(ranked, together.draft_ms(3, 2 * int(num_each)), none)
+    assert np.allclose(all_rates[:: int(num_each)], rates)
+    assert all_rates.argmax() == rates.argmax() * num_each
 
 
 @pytest.mark.slow
