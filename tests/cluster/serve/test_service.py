@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -54,6 +56,16 @@ def serve_replicas() -> set[str]:
     """Return the ids of live replicas, from their actors' names (SERVE_REPLICA::application#deployment#id)."""
     actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
     return {name.rpartition("#")[2] for name in actors if name.startswith("SERVE_REPLICA::")}
+
+
+@contextmanager
+def suspended(process: psutil.Process | None) -> Iterator[None]:
+    assert process is not None
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
 
 
 def test_metrics_name_the_replica_as_serve_does(url: str) -> None:
@@ -111,6 +123,27 @@ def test_the_proxy_passes_head_preflight_requests_and_prefixes(url: str) -> None
     assert refused.status_code == 400 and refused.headers["access-control-allow-origin"] == asked["Origin"]
 
 
+async def test_the_proxy_refuses_by_itself_while_the_replica_is_full(url: str) -> None:
+    rejected, long = metric(url, "requests_rejected_total"), {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
+    limits = httpx2.Limits(max_connections=None)
+    async with httpx2.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+        flood = [asyncio.create_task(client.post("/v1/completions", json=long)) for _ in range(80)]
+        await asyncio.wait(flood, timeout=10, return_when=asyncio.FIRST_COMPLETED)  # 64 fit, so some are refused
+        refused = []
+        for path in ("/v1/completions", "/llm/v1/chat/completions/") * 20:
+            refused.append(await client.post(path, json=long, headers={"X-Request-ID": path}))
+        for each in flood:
+            each.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+    assert {each.status_code for each in refused} == {429}
+    assert all(each.headers["x-request-id"] == each.request.headers["x-request-id"] for each in refused)
+    assert all(int(each.headers["retry-after"]) >= 1 and "x-secateur-replica" not in each.headers for each in refused)
+    assert metric(url, "requests_rejected_total") - rejected <= 80 - 64 + 20, "the replica refused most of them"
+    wait_for(lambda: metric(url, "num_requests_running") + metric(url, "num_requests_waiting") == 0, 20)
+    assert "x-secateur-replica" not in httpx2.get(f"{url}/health", timeout=10).headers
+    wait_for(lambda: httpx2.post(f"{url}/v1/completions", json=long | {"max_tokens": 1}, timeout=10).is_success, 10)
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_disconnect_aborts_the_request(url: str, streamed: bool) -> None:
     aborted = metric(url, "request_success_total", finished_reason="abort")
@@ -132,17 +165,13 @@ def test_clients_do_not_notice_a_killed_drafter_and_another_one_takes_its_place(
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(httpx2.post, f"{url}/v1/completions", json=body, timeout=60) for _ in range(8)]
         wait_for(lambda: metric(url, "num_requests_running") == 8, 20)
-        os.kill(ranks[2]["pid"], signal.SIGKILL)
-        healths: list[httpx2.Response] = []  # the next drafter may be there within a second
-        wait_for(
-            lambda: (
-                not healths.append(httpx2.get(f"{url}/health", timeout=10))
-                and healths[-1].json()["status"] == "degraded"
-            ),
-            30,
-        )
-        assert healths[-1].status_code == 200 and "lost drafter 0" in healths[-1].json()["reason"]
-        assert metric(url, "num_drafter_losses_total") == 1
+        drafter = psutil.Process(ranks[2]["pid"])
+        with suspended(drafter.parent()):  # who would start the next drafter within half a second
+            drafter.kill()
+            wait_for(lambda: metric(url, "num_drafter_losses_total") == 1, 4)
+            health = httpx2.get(f"{url}/health", timeout=10)
+        assert health.status_code == 200 and health.json()["status"] == "degraded"
+        assert "lost drafter 0" in health.json()["reason"]
         for answer in (future.result() for future in answers):
             assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == wanted
     wait_for(lambda: metric(url, "drafter_connected") == 1, 60)
