@@ -253,6 +253,13 @@ def test_the_image_finds_dead_proxies_as_soon_as_the_command_does() -> None:
     assert {f"ENV {name}={value}" for name, value in DEAD_PEER.items()} <= set(lines)
 
 
+def test_the_head_checks_proxies_and_replicas_as_the_command_does(service: dict[str, Any]) -> None:
+    from cluster.serve.ray_cluster import CHECKS
+
+    env = {each["name"]: each.get("value") for each in ray_container(head(service))["env"]}
+    assert env.items() >= CHECKS.items()
+
+
 @pytest.mark.parametrize("folder", APPLIED, ids=short)
 def test_every_image_has_a_tag_that_never_moves(folder: Path) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

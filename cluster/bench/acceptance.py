@@ -90,9 +90,9 @@ def run(
 
 
 def _engine(args: EngineArgs, plan: AcceptancePlan) -> EngineConfig:
-    """Return the engine's configuration: no larger than the benchmark needs, and without prefix caching."""
+    """Return the engine's configuration, no larger than the benchmark needs."""
     config = engine_config(args, num_gpus=visible_gpus())
-    return replace(config, max_num_seqs=min(config.max_num_seqs, plan.concurrency), enable_prefix_caching=False)
+    return replace(config, max_num_seqs=min(config.max_num_seqs, plan.concurrency))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 TARGET_SHARE = 0.6
 """Autoscaling aims at this share of an engine's max_num_seqs: starting another engine takes minutes."""
+HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S = 1, 5
+"""Serve notices a dead replica at the next check, and one that hangs after three that were not answered in time."""
 SERVE_HEADROOM = 1024
 """Requests that Serve lets through beyond those that the server takes, which refuses them at once. Serve itself would
 let them wait, and ask again every half second. Answers that their clients have not yet read count, too."""
@@ -53,8 +55,8 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
     options: dict[str, Any] = {
         "name": APP_NAME,
         "max_ongoing_requests": PENDING_PER_PLACE * config.max_num_seqs + SERVE_HEADROOM,
-        "health_check_period_s": 5,
-        "health_check_timeout_s": 10,
+        "health_check_period_s": HEALTH_CHECK_PERIOD_S,
+        "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
         "request_router_config": router_config(slack=max(1, config.max_num_seqs // 4)),
         **app.deployment_config,
         **_autoscaling(app.deployment_config, config.max_num_seqs),

@@ -29,8 +29,13 @@ OBJECT_STORE_BYTES = 128 << 20  # Secateur stores no objects
 PROCESS_EXIT_TIMEOUT_S = 5.0
 PROXY_START_S = 60
 """Serve gives its proxy this long to start; by default 5 seconds, which are too few on a busy machine."""
-PROXY_CHECK_PERIOD_S = 1
-"""Serve checks its proxy at this interval and replaces it after three failures. By default that takes 30 seconds."""
+CHECKS = {
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+}
+"""Serve's controller checks its proxies at this interval and replaces one after three failures; by default that takes
+30 s. And it kills a replica that hangs. By default it would wait for its running answers, up to
+`graceful_shutdown_timeout_s`, and the next replica might wait for its GPUs as long."""
 
 DEAD_PEER = {
     "RAY_core_worker_rpc_server_reconnect_timeout_base_s": "0",
@@ -62,12 +67,8 @@ def local_cluster(signals: StopSignals, progress: Progress) -> Iterator[None]:
     if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         # Ray enables token authentication by default, and would write a token to the user's home without this one.
         environment |= {"RAY_AUTH_TOKEN": _token()}
-    times = {
-        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(PROXY_CHECK_PERIOD_S),
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PROXY_START_S),
-        **DEAD_PEER,
-    }
-    environment |= {name: value for name, value in times.items() if name not in os.environ}
+    defaults = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PROXY_START_S), **CHECKS, **DEAD_PEER}
+    environment |= {name: value for name, value in defaults.items() if name not in os.environ}
     saved = {name: os.environ.get(name) for name in (*environment, "RAY_AUTH_MODE")}
     os.environ.update(environment)
     others = set(descendants())
