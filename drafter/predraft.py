@@ -30,7 +30,8 @@ from drafter.proposers.base import ModelProposer, root_rows
 from drafter.tree.frontier import Frontier, RootLogits
 from drafter.tree.grow import GrownTrees
 from drafter.tree.score import score
-from workers.types import DraftCosts, DraftReply, DraftRequest, NodeKind, Rule, TreeBatch, TreeTrace
+from workers.settings import Rule
+from workers.types import DraftCosts, DraftReply, DraftRequest, NodeKind, TreeBatch, TreeTrace
 
 NUM_CANDIDATES = 16
 """Tokens of a node that are looked at: its children, and what may come instead of them."""

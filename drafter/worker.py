@@ -48,7 +48,8 @@ from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, S
 from workers.pulse import PULSE
 from workers.sampling.grammar import MASK_SECONDS, Grammars, TokenTable
 from workers.sampling.logits_state import LogitsState, pack_logits_states, unpack_logits_states
-from workers.types import DraftCosts, DraftReply, DraftRequest, Rule, SamplingBatch, SamplingSettings
+from workers.settings import Rule, SamplingSettings
+from workers.types import DraftCosts, DraftReply, DraftRequest, SamplingBatch
 
 logger = logging.getLogger(__name__)
 

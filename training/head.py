@@ -41,7 +41,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from cluster.bench.runner import GenerationJob, Runner
 from cluster.convert import engine_config, fetch_weights, with_tokenizer
 from secateur.config import EngineArgs
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 logger = logging.getLogger("head")
 

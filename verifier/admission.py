@@ -1,15 +1,12 @@
-"""Admission: a request's acceptance rule, its tree limits, and whether the engine can serve it at all."""
+"""Admission: a request's state on arrival, and whether the engine can serve it at all."""
 
 from __future__ import annotations
 
 from verifier.request import Request
 from verifier.scheduler import Limits
+from verifier.speculation import rule_of, tree_limits
 from workers.comm.ipc import Submit
-from workers.config import DraftConfig, EngineConfig
-from workers.types import Rule, TreeLimits
-
-_DRAFTABLE_TOKENS = 3
-"""The prompt yields the first token, and a step with a draft yields at least two more."""
+from workers.config import EngineConfig
 
 
 def request_of(submit: Submit, config: EngineConfig) -> Request:
@@ -28,44 +25,3 @@ def rejection_reason(request: Request, max_model_len: int, limits: Limits, num_p
     if limits.pages_for_life(request) > num_pages:
         return f"{prompt + asked} tokens do not fit the KV cache of {num_pages} pages"
     return None
-
-
-def rule_of(submit: Submit, draft: DraftConfig | None) -> Rule:
-    """Return the acceptance rule of a request; it never changes, because a change would bias the output.
-
-    Under `rejection` drafts are sampled, with four exceptions: draft probabilities are off, drafting is greedy, the
-    method has no probabilities, or the temperature is below the service's minimum. At such temperatures the most likely
-    tokens are accepted as often as sampled ones. draft: None = the service has no drafter.
-    """
-    asked = submit.speculation
-    kind = asked.acceptance or (draft.acceptance.kind if draft else "coupled")
-    if kind == "coupled" or draft is None or not asked.enabled:
-        return Rule.COUPLED
-    acceptance = draft.acceptance
-    wanted = acceptance.draft_probs if asked.draft_probs is None else asked.draft_probs
-    temperature = submit.sampling.temperature
-    if (
-        not wanted
-        or acceptance.sample_method == "greedy"
-        or draft.method == "ngram"
-        or temperature == 0
-        or temperature < acceptance.min_temperature
-    ):
-        return Rule.TARGET_ONLY
-    return Rule.TRAVERSAL if acceptance.rejection_method == "traversal" else Rule.RECURSIVE
-
-
-def tree_limits(submit: Submit, draft: DraftConfig | None) -> TreeLimits | None:
-    """Return the server's tree limits, narrowed by the request's `speculative` object; None if it gets no drafts."""
-    asked = submit.speculation
-    if draft is None or not asked.enabled or submit.max_tokens < _DRAFTABLE_TOKENS:
-        return None
-    tree, limit = draft.tree, draft.tree.num_speculative_tokens
-    if asked.num_speculative_tokens is not None:
-        limit = min(limit, asked.num_speculative_tokens)
-    return TreeLimits(
-        num_speculative_tokens=limit,
-        auto=tree.prune.auto if asked.auto is None else asked.auto,
-        min_prob=tree.prune.min_prob if asked.min_prob is None else asked.min_prob,
-        path_prob=tree.prune.path_prob if asked.path_prob is None else asked.path_prob,
-    )

@@ -9,7 +9,7 @@ from functools import partial
 
 from workers.comm.ipc import RequestStats, Submit
 from workers.sampling.logits_state import LogitsState, TokenCounter
-from workers.types import Rule, TreeLimits
+from workers.settings import Rule, TreeLimits
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -9,7 +9,7 @@ int32 or int64 and reals are float32; `workers.comm.wire` narrows them for trans
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
-from workers.config import PruneThresholds
+from workers.settings import SamplingSettings
 from workers.transfer import all_to_device, to_host
 
 
@@ -33,23 +33,6 @@ class NodeKind(IntEnum):
     DETERMINISTIC = 1
     COUPLED = 2
     SAMPLED = 3
-
-
-class Rule(IntEnum):
-    """How a request's drafts are chosen and verified. Fixed at admission, because changing it later biases the output.
-
-    Compare arrays with `.value`, as with `NodeKind`.
-    """
-
-    COUPLED = 0  # children follow the target's own noise; a child is accepted if the target draws it
-    TARGET_ONLY = 1  # children are the draft's most likely tokens; a child is accepted if the target draws it
-    TRAVERSAL = 2  # children are sampled from the draft; traversal verification (on chains: block verification)
-    RECURSIVE = 3  # children are sampled from the draft; recursive rejection
-
-    @property
-    def is_sampled(self) -> bool:
-        """True for rules that need draft probabilities."""
-        return self >= Rule.TRAVERSAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,15 +64,6 @@ class DraftProbs:
     offsets: Tensor  # [N+1] int32
     id_S: Tensor  # [S] int32
     weight_S: Tensor  # [S] int32, 1 .. 65535
-
-
-class PruneReason(IntEnum):
-    """Why a node was kept out of the tree that is verified."""
-
-    KEPT = 0  # it was not
-    MIN_PROB = 1
-    PATH_PROB = 2
-    COST = 3  # under `auto`: it costs more to verify, or to draft, than it is worth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,52 +99,6 @@ class Verdict(NamedTuple):
     def bonus_token(self) -> int:
         """The token that the target adds behind the accepted path."""
         return self.tokens[-1]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Constraints:
-    """One request's logits processors: penalties, biases and masks, which depend on the tokens so far."""
-
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    bad_words: list[list[int]] = field(default_factory=list)  # token sequences that must not be completed
-    allowed_token_ids: list[int] | None = None  # None = all are allowed
-    min_tokens: int = 0  # no end token may come before this many output tokens
-    grammar: str = ""  # in llguidance's notation, see `workers.sampling.grammar`; "" = none
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no logit is ever edited."""
-        return self == _UNCONSTRAINED
-
-    @property
-    def penalties(self) -> tuple[float, float, float]:
-        """The repetition (1 = none), frequency and presence penalties."""
-        return self.repetition_penalty, self.frequency_penalty, self.presence_penalty
-
-    @property
-    def has_penalties(self) -> bool:
-        """True if any penalty is set."""
-        return self.penalties != (1, 0, 0)
-
-
-_UNCONSTRAINED = Constraints()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingSettings:
-    """One request's validated sampling parameters. Temperature 0 is greedy; top_k 0 and top_p 1 are disabled."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0  # any 64-bit value
-    constraints: Constraints = _UNCONSTRAINED
-    num_logprobs: int | None = None  # most likely tokens to report with each emitted one; None = no logprobs
-    logprob_token_ids: list[int] | None = None  # with num_logprobs: report these instead of the most likely ones
 
 
 class SamplingNeeds(NamedTuple):
@@ -250,14 +178,6 @@ def as_signed64(value: int) -> int:
     """Return the int64 with the same 64 bits (torch has no uint64 arithmetic on CPU)."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreeLimits(PruneThresholds):
-    """Limits of one request's trees: the server's TreeConfig narrowed by the request's `speculative` object."""
-
-    num_speculative_tokens: int
-    auto: bool = False  # `auto` chooses node budgets from calibrated acceptance probabilities and measured costs
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots, because of the cached property

@@ -31,7 +31,7 @@ from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
 from secateur.prompts import BenchPrompt
 from workers.config import EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 PRUNINGS = (
     *(PruningSetting(prune="thresholds", min_prob=value) for value in (0.05, 0.1, 0.2, 0.4)),

@@ -12,7 +12,7 @@ from cluster.local_engine import LocalEngine
 from cluster.rank_exits import EngineDead
 from workers.comm.ipc import EngineStats, RequestStats, Speculation, Submit, TokenLogprobs
 from workers.config import EngineConfig
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ from secateur.prompts import BenchPrompt
 from workers.comm.ipc import Speculation
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.gc_freeze import freeze_start_up
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 CHAIN_ACCEPTANCE = (0.78, 0.77, 0.77, 0.77, 0.75, 0.75, 0.72, 0.7)
 STAR_ACCEPTANCE = {1: 0.78, 2: 0.89, 4: 0.95, 8: 0.98}

@@ -19,7 +19,7 @@ from workers.comm import groups
 from workers.comm.ipc import Submit
 from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.models.readers import read_specs
-from workers.types import Rule
+from workers.settings import Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ from secateur.bench import TracePlan
 from secateur.config import EngineArgs
 from secateur.prompts import BenchPrompt
 from workers.config import EngineConfig, PruneConfig
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 HIDDEN = ("modes", "batches", "temperatures", "target_cost")
 NOTES = (

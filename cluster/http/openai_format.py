@@ -43,7 +43,7 @@ from secateur.responses import (
     new_id,
 )
 from workers.comm.ipc import RequestStats, TokenLogprobs
-from workers.types import PruneReason
+from workers.settings import PruneReason
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express (the number that OpenAI and vLLM use)."""

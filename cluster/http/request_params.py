@@ -16,7 +16,7 @@ from secateur.requests import SamplingRequest, listed
 from secateur.speculative import Speculative
 from workers.comm.ipc import Speculation, Submit
 from workers.config import EngineConfig
-from workers.types import Constraints, SamplingSettings
+from workers.settings import Constraints, SamplingSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from zlib import crc32
 from cluster.http.errors import BadRequest, HttpError
 from secateur.requests import SamplingRequest
 from secateur.responses import ErrorResponse
-from verifier.admission import rule_of, tree_limits
+from verifier.speculation import rule_of, tree_limits
 from workers.comm.ipc import Submit, TokenChunk
 from workers.config import DraftConfig
 

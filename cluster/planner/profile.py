@@ -20,7 +20,7 @@ from cluster.bench.runner import GenerationJob, Runner, StatsSnapshot
 from secateur.errors import SecateurError
 from workers.comm.ipc import Speculation
 from workers.config import EngineConfig, PruneConfig
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 OUTPUT_TOKENS = 96
 PLAIN_OUTPUT_TOKENS = 64  # one token per step

@@ -15,7 +15,8 @@ from drafter.tree.frontier import Frontier, GrowLimits, PrunedNodes, SampledNode
 from drafter.tree.score import ChildScores
 from drafter.tree.thresholds import passes_min, passes_path
 from workers.config import MAX_TREE_NODES
-from workers.types import NodeKind, PruneReason
+from workers.settings import PruneReason
+from workers.types import NodeKind
 
 _CANDIDATE = np.dtype(
     [

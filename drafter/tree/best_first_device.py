@@ -42,7 +42,8 @@ from workers.config import TreeConfig
 from workers.kernels.select import Kernels
 from workers.sampling.logits_processors import penalize
 from workers.sampling.sampler import process_logits_static
-from workers.types import Rule, SamplingBatch
+from workers.settings import Rule
+from workers.types import SamplingBatch
 
 ReadRows = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """The draft model: (token, feature, position, ancestors) of all rows but the roots -> (features for the children,

@@ -15,7 +15,8 @@ from drafter.tree.policy import TreePolicy
 from drafter.tree.sample import DrawBits, draw_children, mask_fixed
 from drafter.tree.score import ChildScores
 from drafter.tree.thresholds import passes_min, passes_path
-from workers.types import NodeKind, PruneReason, SamplingBatch
+from workers.settings import PruneReason
+from workers.types import NodeKind, SamplingBatch
 
 
 class BudgetedGrowth:

@@ -24,7 +24,8 @@ from torch import Tensor
 from workers.kernels.select import TORCH, Kernels
 from workers.sampling.gumbel_cache import GumbelCache
 from workers.sampling.logits_edits import Columns
-from workers.types import AttentionMetadata, DraftRequest, Rule
+from workers.settings import Rule
+from workers.types import AttentionMetadata, DraftRequest
 
 
 class Frontier(NamedTuple):
@@ -85,7 +86,7 @@ class GrowLimits:
     max_depth_B: np.ndarray
     min_prob_B: np.ndarray
     path_prob_B: np.ndarray
-    rule_B: np.ndarray  # workers.types.Rule
+    rule_B: np.ndarray  # workers.settings.Rule
     auto_B: np.ndarray  # > 0: the tree's size follows the cost model
     is_hybrid: bool = False  # all children of a sampled node but the last are its most likely tokens
 

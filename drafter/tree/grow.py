@@ -59,8 +59,9 @@ from workers.sampling.grammar_masks import grammar_masks
 from workers.sampling.logits_edits import Columns, ConstrainedRow
 from workers.sampling.logits_processors import constrain
 from workers.sampling.logits_state import LogitsState
+from workers.settings import Rule
 from workers.transfer import to_device
-from workers.types import DraftCosts, DraftProbs, DraftReply, Rule, SamplingBatch, TreeBatch, TreeTrace
+from workers.types import DraftCosts, DraftProbs, DraftReply, SamplingBatch, TreeBatch, TreeTrace
 
 Expand = Callable[[Frontier], Tensor | NgramCandidates]
 """Runs a frontier through the draft model and returns its logits [F, V], or n-gram candidates."""

@@ -22,8 +22,9 @@ from drafter.tree.sample import Support, expected_survival, quantize
 from workers.kernels.select import TORCH, Kernels
 from workers.sampling.philox import gumbel_at
 from workers.sampling.sampler import process_logits_static
+from workers.settings import Rule
 from workers.transfer import to_device, to_host
-from workers.types import NodeKind, Rule, SamplingBatch
+from workers.types import NodeKind, SamplingBatch
 
 CONFIDENCE_TAU, COLD_TAU = 0.6, 0.45
 """See `confidence_tau`."""

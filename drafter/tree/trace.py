@@ -13,7 +13,8 @@ import torch
 
 from drafter.tree.frontier import PrunedNodes, TreeNodes
 from workers.config import MAX_TREE_NODES
-from workers.types import PruneReason, TreeTrace
+from workers.settings import PruneReason
+from workers.types import TreeTrace
 
 
 class _Row(NamedTuple):

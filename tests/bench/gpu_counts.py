@@ -58,7 +58,8 @@ from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCost
 from workers.cuda_graphs import Size, decoder_graphs, fitting, sizes
 from workers.kernels import fused, pointwise
 from workers.models.readers import read_spec
-from workers.types import AttentionMetadata, Constraints, DraftReply, DraftRequest, SamplingSettings, TargetStep
+from workers.settings import Constraints, SamplingSettings
+from workers.types import AttentionMetadata, DraftReply, DraftRequest, TargetStep
 
 PARTS = ("launches", "calls", "bytes", "host", "buckets", "cuts", "kernels")
 BATCHES = (1, 8, 32)

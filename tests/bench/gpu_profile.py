@@ -44,7 +44,8 @@ from workers.cuda_graphs import decoder_graphs
 from workers.kernels.select import kernels_for
 from workers.models.decoder import Decoder
 from workers.models.readers import read_spec
-from workers.types import DraftRequest, SamplingBatch, SamplingSettings
+from workers.settings import SamplingSettings
+from workers.types import DraftRequest, SamplingBatch
 
 REPEAT, DTYPE = 20, torch.bfloat16
 PARTS = ("verify", "bundled", "large")

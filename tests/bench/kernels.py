@@ -26,7 +26,8 @@ from workers.cuda_graphs import decoder_graphs
 from workers.kernels import fused, reference
 from workers.models.decoder import Decoder
 from workers.models.readers import read_spec
-from workers.types import SamplingBatch, SamplingSettings
+from workers.settings import SamplingSettings
+from workers.types import SamplingBatch
 
 SETS = (reference, fused)
 

@@ -46,7 +46,7 @@ from secateur.prompts import BUNDLED_PROMPTS, read_prompts
 from tests.support.engine_here import EngineHere, Pair, engine_here
 from workers.comm.ipc import Speculation, Submit
 from workers.gc_freeze import freeze_start_up
-from workers.types import Constraints, SamplingSettings
+from workers.settings import Constraints, SamplingSettings
 
 OFF = Speculation(enabled=False)
 SHAPES: tuple[ContestantName, ...] = ("chain", "static", "auto")

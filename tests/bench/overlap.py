@@ -25,7 +25,7 @@ from secateur.config import EngineArgs
 from secateur.prompts import read_prompts
 from workers.comm.ipc import EngineStats
 from workers.config import EngineConfig, Overlap
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 BUNDLED_PROMPTS = Path(__file__).parents[2] / "secateur" / "bundled" / "prompts.jsonl"
 OVERLAPS: tuple[Overlap, ...] = ("none", "auto", "predraft", "alternate")

@@ -29,7 +29,7 @@ from secateur.bench import TargetSize
 from tests.support.engines import DYNAMIC, GenerationJob, Runner, bundled, prompts
 from workers.comm.ipc import Speculation
 from workers.config import AcceptanceConfig, EngineConfig
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 WAYS = {
     "without": Speculation(acceptance="rejection", draft_probs=False),

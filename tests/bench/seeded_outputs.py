@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.end_to_end.test_methods import METHODS, some_prompts
 from tests.support.engines import AUTO, CHAIN, DYNAMIC, STATIC, GenerationJob, Runner, bundled, prompts, pruned
 from workers.config import AcceptanceConfig, EngineConfig
-from workers.types import Constraints, SamplingSettings
+from workers.settings import Constraints, SamplingSettings
 
 NUM_TOKENS = 32
 SAMPLINGS = {

@@ -26,7 +26,7 @@ from tests.support.engines import BUNDLED, DYNAMIC, GenerationJob, Runner, bundl
 from tests.support.json_schemas import WRITTEN
 from workers.comm.ipc import Speculation
 from workers.sampling.grammar import GrammarError, TokenTable, grammar_text
-from workers.types import Constraints, SamplingSettings
+from workers.settings import Constraints, SamplingSettings
 
 PROMPT = "data = "
 MAX_TOKENS, MIN_TOKENS = 96, 8

@@ -32,7 +32,7 @@ from secateur.errors import ConfigError
 from tests.support.fake_engine import FakeEngine
 from workers.comm.ipc import Submit, TokenChunk
 from workers.config import EngineConfig
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 BUNDLED = Path(secateur.__file__).parent / "bundled"
 HANG_S = 4.0

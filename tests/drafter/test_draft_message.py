@@ -23,7 +23,8 @@ from workers.comm.ipc import Submit
 from workers.config import TreeConfig
 from workers.models.decoder import Decoder
 from workers.models.readers import read_spec
-from workers.types import Constraints, DraftReply, Rule, SamplingSettings, TreeLimits
+from workers.settings import Constraints, Rule, SamplingSettings, TreeLimits
+from workers.types import DraftReply
 
 torch.set_num_threads(1)
 

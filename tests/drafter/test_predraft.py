@@ -12,7 +12,7 @@ from drafter.predraft import PreDrafter
 from tests.support.fakes import Bench, Counting, RandomLanguage, say
 from workers.comm.ipc import Speculation
 from workers.config import AcceptanceConfig, PruneConfig, TreeConfig
-from workers.types import Constraints, SamplingSettings
+from workers.settings import Constraints, SamplingSettings
 
 pytestmark = pytest.mark.slow  # every context is a Python list
 

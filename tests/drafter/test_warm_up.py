@@ -15,7 +15,8 @@ from verifier.target import Target
 from workers.kernels import reference
 from workers.models.decoder import Decoder
 from workers.models.readers import read_spec
-from workers.types import NodeKind, Rule
+from workers.settings import Rule
+from workers.types import NodeKind
 
 
 @pytest.mark.parametrize("tree", [DYNAMIC, AUTO, CHAIN, STATIC], ids=["dynamic", "auto", "chain", "static"])

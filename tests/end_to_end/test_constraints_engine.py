@@ -29,7 +29,8 @@ from tests.support.engines import (
 from workers.comm.ipc import Speculation
 from workers.config import EngineConfig
 from workers.sampling.sampler import draw
-from workers.types import Constraints, SamplingBatch, SamplingSettings
+from workers.settings import Constraints, SamplingSettings
+from workers.types import SamplingBatch
 
 NUM_TOKENS = 24
 SAMPLINGS = {

@@ -22,7 +22,7 @@ from tests.support.fakes import Bench, RandomLanguage, say
 from tests.support.oracles import Path, product_law
 from workers.comm.ipc import Speculation
 from workers.config import AcceptanceConfig, PruneConfig, SimulatedCosts, TreeConfig
-from workers.types import Constraints, SamplingSettings
+from workers.settings import Constraints, SamplingSettings
 
 torch.set_num_threads(1)
 

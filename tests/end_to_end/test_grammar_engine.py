@@ -30,7 +30,8 @@ from workers.models.readers import read_spec
 from workers.sampling.grammar import Grammars, TokenTable, grammar_text
 from workers.sampling.logits_state import unpack_logits_states
 from workers.sampling.sampler import draw
-from workers.types import Constraints, SamplingBatch, SamplingSettings, TargetStep
+from workers.settings import Constraints, SamplingSettings
+from workers.types import SamplingBatch, TargetStep
 
 torch.set_num_threads(1)
 

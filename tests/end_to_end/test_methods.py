@@ -20,7 +20,7 @@ from tests.support import checkpoints
 from tests.support.engines import BUNDLED, GeneratedAnswer, GenerationJob, Runner, bundled, prompts
 from workers.comm.ipc import Speculation
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, TreeConfig
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 TREE = TreeConfig(num_speculative_tokens=12, max_depth=5, max_children=4)
 CHAIN = TreeConfig(kind="chain", num_speculative_tokens=4)

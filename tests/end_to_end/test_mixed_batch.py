@@ -9,7 +9,7 @@ import pytest
 from tests.support.engines import CHAIN, DYNAMIC, GeneratedAnswer, GenerationJob, Runner, bundled, in_turn, prompts
 from workers.comm.ipc import Speculation
 from workers.config import DraftConfig
-from workers.types import Constraints, SamplingSettings
+from workers.settings import Constraints, SamplingSettings
 
 PENALTIES = Constraints(presence_penalty=0.3, frequency_penalty=0.6, repetition_penalty=1.1, min_tokens=20)
 REJECTION = Speculation(acceptance="rejection")

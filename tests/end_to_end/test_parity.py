@@ -14,7 +14,7 @@ import torch
 
 from tests.support.engines import CHAIN, DYNAMIC, STATIC, GenerationJob, Runner, bundled, prompts, transformers_greedy
 from workers.comm.ipc import Speculation
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 NUM_TOKENS = 64
 SEEDED = [

@@ -17,7 +17,7 @@ from tests.support.engines import CHAIN, DYNAMIC, GenerationJob, Runner, bundled
 from tests.support.fakes import Bench, RandomLanguage
 from workers.comm.ipc import Speculation, TokenChunk
 from workers.config import DraftConfig, EngineConfig, TreeConfig
-from workers.types import Constraints, SamplingSettings
+from workers.settings import Constraints, SamplingSettings
 
 torch.set_num_threads(1)
 

@@ -16,7 +16,7 @@ from cluster.local_engine import LocalEngine
 from tests.support.engines import DYNAMIC, bundled, in_turn, prompts
 from workers.comm.ipc import RequestStats, Speculation, Submit
 from workers.config import DraftConfig
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 PREFIX = [token for prompt in prompts() for token in prompt][:1000]
 FIRST, SECOND = (PREFIX + prompt[:11] for prompt in prompts(2))

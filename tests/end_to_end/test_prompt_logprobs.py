@@ -17,7 +17,7 @@ from secateur.config import EngineArgs
 from tests.support.engines import BUNDLED, DYNAMIC, bundled
 from workers.comm.ipc import Submit, TokenLogprobs
 from workers.config import EngineConfig
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 VOCAB = 2048
 NUM_TOP = 3

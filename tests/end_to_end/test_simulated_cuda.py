@@ -48,7 +48,8 @@ from workers.kernels.select import kernels_for
 from workers.models.decoder import Decoder
 from workers.models.layers import TensorParallel
 from workers.models.readers import read_specs
-from workers.types import Constraints, DraftRequest, SamplingSettings
+from workers.settings import Constraints, SamplingSettings
+from workers.types import DraftRequest
 
 torch.set_num_threads(1)
 

@@ -25,7 +25,8 @@ from workers.comm.groups import World
 from workers.comm.ipc import Submit
 from workers.config import EngineConfig
 from workers.models.readers import read_specs
-from workers.types import DraftReply, SamplingSettings, TargetStep
+from workers.settings import SamplingSettings
+from workers.types import DraftReply, TargetStep
 
 NUM_REQUESTS, NUM_TOKENS = 6, 48
 MOST_LATE_S, STALL_S = 0.05, 2.0

@@ -30,7 +30,8 @@ from workers.kernels.select import kernels_for
 from workers.models.layers import TensorParallel
 from workers.models.readers import read_specs
 from workers.models.specs import Specs
-from workers.types import DraftRequest, SamplingBatch, SamplingSettings
+from workers.settings import SamplingSettings
+from workers.types import DraftRequest, SamplingBatch
 from workers.workspace import Workspace, max_message_rows
 
 torch.set_num_threads(1)

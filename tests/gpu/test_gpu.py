@@ -31,7 +31,8 @@ from tests.support.engines import (
 from workers.config import EngineConfig, TreeConfig
 from workers.models.decoder import Decoder
 from workers.models.readers import read_spec
-from workers.types import AttentionMetadata, SamplingSettings
+from workers.settings import SamplingSettings
+from workers.types import AttentionMetadata
 
 pytestmark = [
     pytest.mark.gpu,

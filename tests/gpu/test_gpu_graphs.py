@@ -16,7 +16,8 @@ from workers.kernels.select import kernels_for
 from workers.models.decoder import Decoder
 from workers.models.readers import read_spec
 from workers.sampling.sampler import process_logits_static
-from workers.types import SamplingBatch, SamplingSettings
+from workers.settings import SamplingSettings
+from workers.types import SamplingBatch
 
 pytestmark = [
     pytest.mark.gpu,

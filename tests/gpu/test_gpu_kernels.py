@@ -13,7 +13,8 @@ from tests.workers.kernels.test_kernels import *  # noqa: F403  # the tests
 from tests.workers.kernels.test_kernels import TOLERANCE
 from tests.workers.kernels.test_pointwise import *  # noqa: F403  # the tests
 from workers.kernels import fused, reference
-from workers.types import SamplingBatch, SamplingSettings
+from workers.settings import SamplingSettings
+from workers.types import SamplingBatch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,8 @@ from drafter.tree.frontier import DraftVocabulary
 from drafter.tree.sample import quantize
 from tests.support.sampled_trees import TREE, draft, pack
 from verifier.acceptance.rejection import accept_rejection
-from workers.types import Rule, SamplingBatch, SamplingSettings, Verdict
+from workers.settings import Rule, SamplingSettings
+from workers.types import SamplingBatch, Verdict
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,7 +21,8 @@ from verifier.adaptive import controller
 from verifier.adaptive.cost_model import RowCosts
 from verifier.target import Target
 from workers.comm.ipc import EngineStats, Speculation, Submit
-from workers.types import DraftRequest, SamplingSettings, TargetStep
+from workers.settings import SamplingSettings
+from workers.types import DraftRequest, TargetStep
 
 OFF, FIXED, AUTO = Speculation(enabled=False), Speculation(auto=False), Speculation(auto=True)
 

@@ -26,7 +26,8 @@ from drafter.tree.policy import TreePolicy
 from drafter.tree.sample import DrawBits, DrawnChildren, Support, draw_children, mask_fixed
 from tests.support.oracles import Path, paths_of
 from verifier.acceptance.rejection import Decision, Residual, RowLaw, Tree, decide
-from workers.types import DraftCosts, DraftProbs, NodeKind, Rule, SamplingBatch, SamplingSettings, TreeBatch
+from workers.settings import Rule, SamplingSettings
+from workers.types import DraftCosts, DraftProbs, NodeKind, SamplingBatch, TreeBatch
 
 Choose = Callable[[list[float]], int]
 """choose(probabilities) -> index of the outcome."""

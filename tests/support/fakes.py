@@ -40,7 +40,8 @@ from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, TreeConf
 from workers.kernels.select import TORCH
 from workers.sampling.grammar import Grammars
 from workers.sampling.sampler import draw
-from workers.types import AttentionMetadata, DraftReply, DraftRequest, SamplingBatch, SamplingSettings, TargetStep
+from workers.settings import SamplingSettings
+from workers.types import AttentionMetadata, DraftReply, DraftRequest, SamplingBatch, TargetStep
 
 # ---- languages
 

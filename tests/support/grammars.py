@@ -10,7 +10,7 @@ import llguidance
 
 from workers.sampling.grammar import TokenTable
 from workers.sampling.logits_state import LogitsState, TokenCounter
-from workers.types import Constraints
+from workers.settings import Constraints
 
 
 class _Wrapped:

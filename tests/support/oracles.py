@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from drafter.tree.frontier import GrowLimits
-from workers.types import Constraints, NodeKind, Rule, TreeBatch
+from workers.settings import Constraints, Rule
+from workers.types import NodeKind, TreeBatch
 
 Path = tuple[int, ...]
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from verifier.admission import rejection_reason, request_of, rule_of
+from verifier.admission import rejection_reason, request_of
 from verifier.scheduler import Limits
+from verifier.speculation import rule_of
 from workers.comm.ipc import Speculation, Submit
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
-from workers.types import Constraints, Rule, SamplingSettings, TreeLimits
+from workers.settings import Constraints, Rule, SamplingSettings, TreeLimits
 
 REJECTION, COUPLED = Speculation(acceptance="rejection"), Speculation(acceptance="coupled")
 TREE = TreeConfig(num_speculative_tokens=6, prune=PruneConfig(auto=True, min_prob=0.2, path_prob=0.1))

@@ -14,7 +14,7 @@ import verifier.engine
 from tests.support.fakes import Bench, Counting, RandomLanguage, say
 from workers.comm.channel import PeerLost
 from workers.config import AcceptanceConfig, PruneConfig, SimulatedCosts, TreeConfig
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 torch.set_num_threads(1)
 

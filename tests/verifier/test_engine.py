@@ -15,7 +15,7 @@ import verifier.engine
 from tests.support.fakes import Bench, Counting, RandomLanguage, say
 from workers.comm.ipc import FrontGone, RequestStats, Speculation
 from workers.config import AcceptanceConfig, PruneConfig, TreeConfig
-from workers.types import Constraints, SamplingSettings
+from workers.settings import Constraints, SamplingSettings
 
 torch.set_num_threads(1)
 

@@ -12,7 +12,7 @@ from verifier.request import Request
 from workers.comm.ipc import RequestStats, Resumption, Submit
 from workers.config import TreeConfig
 from workers.sampling.grammar import Grammars, grammar_text
-from workers.types import Constraints, Rule, SamplingSettings
+from workers.settings import Constraints, Rule, SamplingSettings
 
 GRAMMAR = Constraints(grammar=grammar_text("regex", "(ab|c){1,3}"))
 PARAMS = SamplingSettings(temperature=0.0, constraints=GRAMMAR)

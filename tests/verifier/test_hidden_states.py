@@ -25,7 +25,7 @@ from verifier.request import Request
 from workers import workspace
 from workers.comm.ipc import Speculation, Submit
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
-from workers.types import Rule, SamplingSettings, TreeLimits
+from workers.settings import Rule, SamplingSettings, TreeLimits
 from workers.workspace import max_backlog, max_message_rows
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from verifier import engine
 from verifier.request import Request
 from workers.comm.ipc import Speculation
 from workers.config import PruneConfig, SimulatedCosts, TreeConfig
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 OWNERS = {"engine.py", "request.py"}
 FIELDS = {field.name for field in dataclasses.fields(Request)}

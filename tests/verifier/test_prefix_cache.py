@@ -18,7 +18,7 @@ from verifier.adaptive import gate
 from workers.comm.ipc import Speculation
 from workers.config import PruneConfig, SimulatedCosts, TreeConfig
 from workers.kv_cache import OutOfPages, PageAllocator, PrefixMatch
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 torch.set_num_threads(1)
 

@@ -12,7 +12,7 @@ import verifier.target
 from tests.support.fakes import Bench, RandomLanguage, say
 from verifier.target import token_logprobs
 from workers.comm.ipc import TokenLogprobs
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 torch.set_num_threads(1)
 

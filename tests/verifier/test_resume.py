@@ -11,7 +11,7 @@ import torch
 from tests.support.fakes import Bench, RandomLanguage
 from workers.comm.ipc import RequestStats, Resumption
 from workers.config import TreeConfig
-from workers.types import Constraints, SamplingSettings
+from workers.settings import Constraints, SamplingSettings
 
 torch.set_num_threads(1)
 

@@ -18,7 +18,7 @@ from verifier.step_inputs import StepInputs
 from verifier.tree import PromptChunk, bare_roots
 from workers.comm.ipc import Submit
 from workers.kv_cache import PageAllocator, PrefixMatch
-from workers.types import Rule, TreeLimits
+from workers.settings import Rule, TreeLimits
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=50, page_size=16)
 

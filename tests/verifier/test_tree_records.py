@@ -10,7 +10,7 @@ import torch
 from tests.support.fakes import Answer, Bench, Counting, RandomLanguage
 from workers.comm.ipc import Speculation, TreeRecord
 from workers.config import AcceptanceConfig, PruneConfig, SimulatedCosts, TreeConfig
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 torch.set_num_threads(1)
 

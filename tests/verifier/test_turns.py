@@ -16,7 +16,8 @@ from verifier.tree import chains
 from verifier.turns import Asked, next_turn
 from workers.comm.ipc import Speculation
 from workers.config import PruneConfig, SimulatedCosts, TreeConfig
-from workers.types import DraftProbs, DraftReply, SamplingSettings, TreeTrace
+from workers.settings import SamplingSettings
+from workers.types import DraftProbs, DraftReply, TreeTrace
 
 torch.set_num_threads(1)
 

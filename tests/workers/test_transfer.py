@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests.support.simulated_cuda import simulated_cuda
+from workers.settings import SamplingSettings
 from workers.transfer import all_to_device, to_host
-from workers.types import SamplingBatch, SamplingSettings
+from workers.types import SamplingBatch
 
 ARRAYS = [
     np.array([1, 0, 1], dtype=bool),

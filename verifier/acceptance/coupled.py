@@ -24,7 +24,8 @@ from torch import Tensor
 from verifier.acceptance.rejection import accept_rejection
 from verifier.tree import select
 from workers.sampling.sampler import coupled_scores, process_logits
-from workers.types import DraftProbs, Rule, SamplingBatch, TreeBatch, Verdict
+from workers.settings import Rule
+from workers.types import DraftProbs, SamplingBatch, TreeBatch, Verdict
 
 
 def accept(

@@ -30,8 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.sampling.philox import Stream, uniform
+from workers.settings import Rule
 from workers.transfer import to_device, to_host
-from workers.types import DraftProbs, NodeKind, Rule, SamplingBatch, TreeBatch, Verdict
+from workers.types import DraftProbs, NodeKind, SamplingBatch, TreeBatch, Verdict
 
 
 class Tree(NamedTuple):

@@ -17,7 +17,7 @@ from verifier.tree import chains
 from workers.comm.ipc import Submit
 from workers.config import EngineConfig
 from workers.cuda_graphs import MOST_ROWS, bucket
-from workers.types import Rule, SamplingSettings
+from workers.settings import Rule, SamplingSettings
 
 _FIRST_ROUND_S, _PROFILE_S = 0.4, 1.2
 """Approximate start-up time for finding the sizes, and for the whole profile; two rounds are always run."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgpack
 
-from workers.types import Constraints, SamplingSettings
+from workers.settings import Constraints, SamplingSettings
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20
@@ -154,7 +154,7 @@ class TreeRecord:
     depths: list[int]
     probs: list[float | None]  # q(token | parent); None = unknown
     weights: list[float | None]  # estimated probability to survive verification; None = unknown
-    reasons: list[int]  # workers.types.PruneReason
+    reasons: list[int]  # workers.settings.PruneReason
     path: list[int]  # the accepted nodes, in order
     draft_ms: float | None  # of the whole step: the exchange with the drafter, if there was one ...
     verify_ms: float  # ... and the target's forward and the verdicts

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.types import Constraints
+from workers.settings import Constraints
 
 
 class TokenCounts(NamedTuple):

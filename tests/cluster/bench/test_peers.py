@@ -42,7 +42,7 @@ from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from tests.support.engines import BUNDLED, CHAIN, ROOT, bundled, prompts
 from tests.support.gguf_files import write_gguf
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 FAKES = ROOT / "tests" / "support" / "fake_peers"
 PLAN = SpeedPlan(batches=(1, 2), chain=3, peer_threads=2)

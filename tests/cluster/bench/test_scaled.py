@@ -13,7 +13,7 @@ from cluster.bench.scaled import scaled_pair, write_target
 from secateur.bench import TargetSize
 from tests.support.engines import BUNDLED, DYNAMIC, GenerationJob, Runner, bundled, in_turn, prompts
 from workers.config import DraftConfig, EngineConfig
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 SIZES = ["256x9", "1024x8", "2048x11"]  # heads as wide as the bundled target's, twice and four times as wide
 

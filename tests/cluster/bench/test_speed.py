@@ -30,7 +30,7 @@ from secateur.bench import SpeedPlan, StepPlan
 from secateur.cli.bench import MAX_PROMPTS
 from tests.support.engines import BUNDLED, prompts, transformers_greedy
 from workers.comm.ipc import EngineStats
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 
 def test_a_run_without_rows_leaves_no_file(tmp_path: Path) -> None:

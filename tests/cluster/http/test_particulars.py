@@ -34,7 +34,7 @@ from secateur.errors import Problem
 from tests.support.fake_service import FakeService, error_of, fake_service, stream, wait_for
 from tests.support.tokenizer_kinds import llama, load
 from workers.comm.ipc import RequestStats, Submit, TokenChunk
-from workers.types import Constraints, SamplingSettings
+from workers.settings import Constraints, SamplingSettings
 
 PROMPT = {"prompt": "def", "max_tokens": 64}
 

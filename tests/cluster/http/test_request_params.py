@@ -13,7 +13,7 @@ from cluster.http.request_params import RequestLimits, SeedSource, build_submits
 from secateur.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from tests.support.fake_service import CONFIG
 from workers.comm.ipc import Speculation, Submit
-from workers.types import Constraints
+from workers.settings import Constraints
 
 LIMITS = RequestLimits(max_model_len=100, vocab_size=50, num_speculative_tokens=16, eos_token_ids=(0,))
 

@@ -9,7 +9,8 @@ import torch
 from drafter.proposers.ngram import MatchLengths, NgramProposer, find_matches
 from drafter.tree.frontier import DraftVocabulary, Frontier, NgramCandidates
 from drafter.tree.score import ChildScores, score
-from workers.types import DraftRequest, Rule, SamplingBatch, SamplingSettings
+from workers.settings import Rule, SamplingSettings
+from workers.types import DraftRequest, SamplingBatch
 
 PAGE = 4
 VOCAB = 10000

@@ -29,7 +29,8 @@ from workers.kernels import reference
 from workers.kernels.host import keys_N
 from workers.kernels.select import TORCH
 from workers.sampling.logits_state import LogitsState, TokenCounter
-from workers.types import AttentionMetadata, Constraints, DraftCosts, Rule, SamplingBatch, SamplingSettings
+from workers.settings import Constraints, Rule, SamplingSettings
+from workers.types import AttentionMetadata, DraftCosts, SamplingBatch
 
 torch.set_num_threads(1)
 

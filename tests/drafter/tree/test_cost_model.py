@@ -21,7 +21,8 @@ from drafter.tree.policy import TYPICAL_CHILDREN, DynamicTreePolicy, StaticTreeP
 from tests.support import oracles
 from tests.support.draft_costs import CALIBRATION, FREE, costs
 from tests.support.oracles import Path
-from workers.types import DraftCosts, SamplingBatch, SamplingSettings
+from workers.settings import SamplingSettings
+from workers.types import DraftCosts, SamplingBatch
 
 torch.set_num_threads(1)
 

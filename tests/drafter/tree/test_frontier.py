@@ -11,7 +11,7 @@ import torch
 from drafter.tree.frontier import Frontier, PrunedNodes, TreeRoots
 from drafter.tree.grow import _only_penalize
 from tests.drafter.tree.test_tree_graphs import logits_state, message
-from workers.types import Constraints, PruneReason
+from workers.settings import Constraints, PruneReason
 
 
 @pytest.fixture

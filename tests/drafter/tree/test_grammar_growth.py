@@ -14,7 +14,8 @@ from drafter.tree.score import ChildScores
 from tests.support import oracles
 from tests.support.grammars import TinyTable, allowed_by, state_of
 from workers.sampling.grammar import Grammars, grammar_text
-from workers.types import Constraints, NodeKind, Rule, SamplingBatch, SamplingSettings
+from workers.settings import Constraints, Rule, SamplingSettings
+from workers.types import NodeKind, SamplingBatch
 
 TEXTS, END = ["a", "b", "ab", "c", "<end>"], 4
 LANGUAGE = ["ab", "c", "abab", "abc", "cab", "cc"]

@@ -19,7 +19,8 @@ from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy, TreePolicy,
 from tests.support import oracles
 from tests.support.oracles import Path
 from workers.config import MAX_TREE_NODES, TreeConfig
-from workers.types import NodeKind, SamplingBatch, SamplingSettings, TreeBatch
+from workers.settings import SamplingSettings
+from workers.types import NodeKind, SamplingBatch, TreeBatch
 
 torch.set_num_threads(1)
 

@@ -9,7 +9,7 @@ from drafter.tree.cost_model import TreeCostModel
 from drafter.tree.frontier import GrowLimits, TreeNodes
 from drafter.tree.pack import cut, pack_trees
 from tests.support.draft_costs import FREE
-from workers.types import Rule
+from workers.settings import Rule
 
 
 def trees(rng: np.random.Generator, sizes: list[int], width: int) -> TreeNodes:

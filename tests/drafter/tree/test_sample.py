@@ -25,7 +25,8 @@ from drafter.tree.sample import (
 from drafter.tree.score import score
 from tests.support import oracles
 from workers.sampling.philox import Stream
-from workers.types import NodeKind, Rule, SamplingBatch, SamplingSettings
+from workers.settings import Rule, SamplingSettings
+from workers.types import NodeKind, SamplingBatch
 
 torch.set_num_threads(1)
 

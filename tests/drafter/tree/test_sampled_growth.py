@@ -19,7 +19,8 @@ from drafter.tree.score import score
 from tests.support import draft_costs, oracles
 from tests.support.oracles import Path
 from verifier.acceptance.coupled import accept
-from workers.types import DraftCosts, DraftProbs, NodeKind, Rule, SamplingBatch, SamplingSettings, TreeBatch
+from workers.settings import Rule, SamplingSettings
+from workers.types import DraftCosts, DraftProbs, NodeKind, SamplingBatch, TreeBatch
 
 torch.set_num_threads(1)
 

@@ -17,7 +17,8 @@ from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy, TreePolicy
 from tests.support import oracles
 from tests.support.draft_costs import costs
 from workers.config import MAX_TREE_NODES
-from workers.types import PruneReason, Rule, SamplingBatch, SamplingSettings, TreeTrace
+from workers.settings import PruneReason, Rule, SamplingSettings
+from workers.types import SamplingBatch, TreeTrace
 
 torch.set_num_threads(1)
 

@@ -34,7 +34,8 @@ from workers.kv_cache import KVPool
 from workers.models.decoder import Decoder
 from workers.models.readers import read_spec
 from workers.sampling.logits_state import LogitsState, TokenCounter, pack_logits_states
-from workers.types import AttentionMetadata, Constraints, DraftRequest, Rule, SamplingBatch, SamplingSettings, TreeBatch
+from workers.settings import Constraints, Rule, SamplingSettings
+from workers.types import AttentionMetadata, DraftRequest, SamplingBatch, TreeBatch
 
 pytest.importorskip("triton")
 torch.set_num_threads(1)

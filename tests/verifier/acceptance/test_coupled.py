@@ -8,7 +8,8 @@ import torch
 from tests.support import oracles
 from verifier.acceptance.coupled import accept, walk
 from workers.sampling.sampler import draw
-from workers.types import DraftProbs, SamplingBatch, SamplingSettings
+from workers.settings import SamplingSettings
+from workers.types import DraftProbs, SamplingBatch
 
 torch.set_num_threads(1)
 

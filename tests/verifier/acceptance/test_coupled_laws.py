@@ -30,7 +30,8 @@ from tests.support import oracles
 from tests.support.oracles import SMALL_V, Path, distance, draft_logits, product_law, target_logits
 from verifier.acceptance.coupled import accept, walk
 from workers.sampling.sampler import draw
-from workers.types import SamplingBatch, SamplingSettings, TreeBatch, Verdict
+from workers.settings import SamplingSettings
+from workers.types import SamplingBatch, TreeBatch, Verdict
 
 torch.set_num_threads(1)
 

@@ -30,7 +30,8 @@ from workers.sampling.grammar import Grammars, grammar_text
 from workers.sampling.grammar_masks import grammar_masks
 from workers.sampling.logits_edits import Columns, ConstrainedRow
 from workers.sampling.logits_processors import constrain
-from workers.types import Constraints, Rule, SamplingBatch, SamplingSettings, TreeBatch
+from workers.settings import Constraints, Rule, SamplingSettings
+from workers.types import SamplingBatch, TreeBatch
 
 torch.set_num_threads(1)
 

@@ -18,7 +18,8 @@ from verifier.acceptance.coupled import accept, walk
 from verifier.acceptance.rejection import Residual, RowLaw, Tree, accept_rejection, decide
 from workers.sampling.philox import Stream, uniform
 from workers.sampling.sampler import process_logits
-from workers.types import NodeKind, Rule, SamplingBatch, SamplingSettings, Verdict
+from workers.settings import Rule, SamplingSettings
+from workers.types import NodeKind, SamplingBatch, Verdict
 
 torch.set_num_threads(1)
 

@@ -33,7 +33,8 @@ from tests.support.enumeration import (
 from tests.support.oracles import Path, distance, product_law
 from verifier.acceptance.coupled import walk
 from verifier.acceptance.rejection import Residual
-from workers.types import DraftCosts, NodeKind, Rule
+from workers.settings import Rule
+from workers.types import DraftCosts, NodeKind
 
 TOLERANCE = 1e-12
 VISIBLE = 0.005  # what a wrong rule must be off by

@@ -28,7 +28,7 @@ from verifier.request import Request
 from verifier.scheduler import Step
 from workers.comm.ipc import Submit
 from workers.cuda_graphs import Size, bucket, decoder_graphs, fitting
-from workers.types import Rule, TreeLimits
+from workers.settings import Rule, TreeLimits
 
 torch.set_num_threads(1)
 

@@ -25,7 +25,8 @@ from verifier.tree import PromptChunk
 from workers import config
 from workers.comm.ipc import Speculation, Submit
 from workers.config import PruneConfig, TreeConfig
-from workers.types import DraftReply, Rule, SamplingSettings, TreeLimits, Verdict
+from workers.settings import Rule, SamplingSettings, TreeLimits
+from workers.types import DraftReply, Verdict
 
 torch.set_num_threads(1)
 

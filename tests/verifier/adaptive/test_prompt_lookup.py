@@ -19,7 +19,8 @@ from verifier.draft_batch import DraftBatch
 from verifier.request import Request
 from workers.comm.ipc import Speculation, Submit
 from workers.config import PruneConfig, SimulatedCosts, TreeConfig
-from workers.types import DraftReply, Rule, SamplingSettings, TreeLimits, Verdict
+from workers.settings import Rule, SamplingSettings, TreeLimits
+from workers.types import DraftReply, Verdict
 
 torch.set_num_threads(1)
 

@@ -17,15 +17,8 @@ from workers.comm.groups import World
 from workers.comm.host_link import connect_through, offer_through
 from workers.comm.wire import Kind
 from workers.config import DraftConfig, EngineConfig
-from workers.types import (
-    AttentionMetadata,
-    DraftReply,
-    DraftRequest,
-    SamplingBatch,
-    SamplingSettings,
-    TargetStep,
-    TreeBatch,
-)
+from workers.settings import SamplingSettings
+from workers.types import AttentionMetadata, DraftReply, DraftRequest, SamplingBatch, TargetStep, TreeBatch
 
 SIZES = [(0, None), (1, 4), (60, 16), (63, 16), (400, 64), (5000, None), (3, 8), (20000, 32)]
 """(input rows, feature width): bodies below, around and far above the 8 KiB that travel with a header."""

@@ -29,7 +29,7 @@ from workers.comm.ipc import (
     TreeRecord,
     encode,
 )
-from workers.types import SamplingSettings
+from workers.settings import SamplingSettings
 
 TREE = TreeRecord(
     tokens=[7, 5, -1],

@@ -32,7 +32,8 @@ from workers.kernels.triton_sampling import _gumbel, _philox
 from workers.sampling import sampler
 from workers.sampling.philox import gumbel
 from workers.sampling.sampler import draw
-from workers.types import SamplingBatch, SamplingSettings
+from workers.settings import SamplingSettings
+from workers.types import SamplingBatch
 
 DEVICE = "cpu" if is_interpreted() else "cuda"
 both = pytest.mark.parametrize("kernels", [reference, fused], ids=["torch", "triton"])

@@ -25,7 +25,7 @@ from workers.sampling.grammar_masks import grammar_masks
 from workers.sampling.logits_edits import Columns, ConstrainedRow
 from workers.sampling.logits_processors import constrain
 from workers.sampling.logits_state import LogitsState, pack_logits_states, unpack_logits_states
-from workers.types import Constraints, Rule, SamplingSettings
+from workers.settings import Constraints, Rule, SamplingSettings
 
 torch.set_num_threads(1)
 
@@ -450,7 +450,7 @@ del sys.modules["llguidance"]
 from workers.sampling.grammar import Grammars, TokenTable
 from workers.sampling.grammar_masks import grammar_masks
 from workers.sampling.logits_edits import Columns, ConstrainedRow
-from workers.types import Constraints
+from workers.settings import Constraints
 grammars = Grammars(TokenTable("nowhere", 9, ()))
 row = ConstrainedRow(0, state_of(Constraints(min_tokens=3), ()), [])
 assert grammar_masks([row], Columns(0, 9), grammars) is None

@@ -12,7 +12,7 @@ from drafter.tree.frontier import DraftVocabulary
 from drafter.worker import prefetch_noise
 from workers.sampling.gumbel_cache import GumbelCache
 from workers.sampling.philox import gumbel
-from workers.types import Rule
+from workers.settings import Rule
 
 torch.set_num_threads(1)
 

@@ -21,7 +21,8 @@ from workers.sampling.logits_processors import constrain, write_token_counts
 from workers.sampling.logits_state import LogitsState, TokenCounter
 from workers.sampling.philox import gumbel
 from workers.sampling.sampler import draw, process_logits
-from workers.types import Constraints, SamplingBatch, SamplingSettings, TreeBatch
+from workers.settings import Constraints, SamplingSettings
+from workers.types import SamplingBatch, TreeBatch
 
 torch.set_num_threads(1)
 

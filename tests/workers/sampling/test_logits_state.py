@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.workers.sampling.test_logits_processors import ASKED, logits_state
 from workers.sampling.logits_state import TokenCounter, pack_logits_states, unpack_logits_states
-from workers.types import Constraints
+from workers.settings import Constraints
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from tests.support import oracles
 from workers.sampling.sampler import draw, params_after_processing, process_logits, shard_best, truncation_threshold
-from workers.types import SamplingBatch, SamplingSettings
+from workers.settings import SamplingSettings
+from workers.types import SamplingBatch
 
 torch.set_num_threads(1)
 
