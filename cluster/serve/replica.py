@@ -20,6 +20,7 @@ from cluster.convert import engine_config, fetch_weights, with_tokenizer
 from cluster.engine_client import EngineClient
 from cluster.engine_restart import EngineRestart
 from cluster.http.server import create_app
+from cluster.http.tokenizer import import_transformers_without_torch
 from cluster.http.tokenizer_pool import TokenizerPool
 from cluster.local_service import build_service
 from cluster.serve.progress import report_stage
@@ -50,16 +51,17 @@ class Replica:
             check_batch_dir(self._args.batch_dir)
         self._client = EngineClient()
         config = await asyncio.to_thread(engine_config, self._args)
+        group = ray.util.get_current_placement_group()
+        self._worker_group = WorkerGroup(config, group, self._client, on_death=self._engine_died)
+        await asyncio.to_thread(import_transformers_without_torch)
         self._config, self._tokenizer = await asyncio.to_thread(with_tokenizer, self._args, config)
         await asyncio.to_thread(fetch_weights, self._args, self._config)
         self._tokenizing = TokenizerPool(self._tokenizer)
         self._client.on_loss = self._engine_died
-        self._worker_group = WorkerGroup(self._config, self._client, on_death=self._engine_died)
         self._restart = EngineRestart(self._client, self._start_engine, on_failure=self._give_up)
         self._serving = False
         self._tokenizing.begin()  # while the ranks import torch
         try:
-            self._placement_group = ray.util.get_current_placement_group()
             await self._start_engine()
             await self._tokenizing.ready()
         except BaseException:
@@ -105,7 +107,7 @@ class Replica:
         await self._client.close()
 
     async def _start_engine(self) -> None:
-        await self._worker_group.start(self._placement_group)
+        await self._worker_group.start(self._config)
 
     def _engine_died(self, reason: str) -> None:
         """Replace the engine; its requests wait for the next one. While the replica starts, the start fails."""

@@ -42,15 +42,20 @@ class WorkerGroup:
     The replica owns their actors: Ray kills them when the replica dies (within 0.1 s of a SIGKILL). When a rank dies,
     the group kills the others and then calls `on_death` once with the reason, in the event loop of `start`; `start` may
     be called again then. A drafter that the engine may lose is replaced instead.
+
+    The actors start at once, and import what ranks need while the caller still reads or fetches files.
     """
 
-    def __init__(self, config: EngineConfig, client: EngineClient, *, on_death: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: EngineConfig, group: PlacementGroup, client: EngineClient, *, on_death: Callable[[str], None]
+    ) -> None:
         self._config = config
+        self._group = group
         self._client = client
         self._on_death = on_death
-        self._group: PlacementGroup | None = None
         self._specs = ""
-        self._workers: list[Any] = []  # by rank; Ray kills an actor when its last handle is dropped
+        # By rank; Ray kills an actor when its last handle is dropped.
+        self._workers = [self._new_worker(placement) for placement in rank_placements(config)]
         self._runs: list[Any] = []  # their calls of `wait`
         self._num_essential = config.world_size  # the engine ends with any of these first ranks
         self._restart: DrafterRestart | None = None
@@ -59,12 +64,13 @@ class WorkerGroup:
         self._folder: OwnedTempDir | None = None
         self._ended = threading.Event()  # set when the present ranks are no longer watched
 
-    async def start(self, group: PlacementGroup) -> None:
+    async def start(self, config: EngineConfig) -> None:
         """Start all ranks, in place of earlier ones, and return when the engine is ready.
 
+        config: with the end tokens of the tokenizer, which the constructor does not need.
         Raises if a rank dies first; then call `start` again, or `close`.
         """
-        config, self._group = self._config, group
+        self._config = config
         self._end_watch()
         self._ended, self._num_essential = threading.Event(), config.world_size
         self._specs = (await asyncio.to_thread(read_specs, config)).to_json()
@@ -72,7 +78,8 @@ class WorkerGroup:
         if config.hang_timeout_s and self._monitor is None:
             self._monitor = HangMonitor(config, self._kill_rank)
             self._pulse = await self._monitor.listen(ray.util.get_node_ip_address())
-        self._workers = await asyncio.gather(*map(self._free_worker, rank_placements(config)))
+        if self._runs:
+            self._workers = await asyncio.gather(*map(self._free_worker, rank_placements(config)))
         nodes: list[str] = await asyncio.gather(*(worker.node_id.remote() for worker in self._workers))
         front = await self._listen(nodes[0])
         store = await self._start_rank(0, front=front)
@@ -93,16 +100,16 @@ class WorkerGroup:
 
     async def _free_worker(self, placement: RankPlacement) -> Any:
         """Return an actor without a running rank: the present one or, if it does not answer, another one."""
-        if placement.rank < len(self._workers):
-            worker = self._workers[placement.rank]
-            try:
-                await asyncio.wait_for(worker.kill.remote(), KILL_TIMEOUT_S)
-            except (ray.exceptions.RayError, TimeoutError):
-                logger.warning("the actor of %s does not answer; another one is started", placement.role)
-                ray.kill(worker)
-            else:
-                return worker
-        assert self._group is not None
+        worker = self._workers[placement.rank]
+        try:
+            await asyncio.wait_for(worker.kill.remote(), KILL_TIMEOUT_S)
+        except (ray.exceptions.RayError, TimeoutError):
+            logger.warning("the actor of %s does not answer; another one is started", placement.role)
+            ray.kill(worker)
+            return self._new_worker(placement)
+        return worker
+
+    def _new_worker(self, placement: RankPlacement) -> Any:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=placement.bundle)
         # num_cpus=0, because the bundle is the reservation. Without the index Ray might swap devices.
         options = ray.remote(Worker).options(

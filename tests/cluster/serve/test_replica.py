@@ -40,7 +40,7 @@ class FakeWorkerGroup:
         self.engines: list[FakeEngine] = []
         self.is_closed = False
 
-    async def start(self, group: Any) -> None:
+    async def start(self, config: Any) -> None:
         if self.error is not None:
             raise self.error
         if self.engines:
@@ -61,7 +61,7 @@ class ReplicaOf(Replica):
     _tokenizing: Any
 
     def __init__(self, client: EngineClient, folder: Path) -> None:
-        self._client, self._serving, self._placement_group = client, True, None
+        self._client, self._serving, self._config = client, True, None
         self._tokenizing = FakeTokenizing()
         self._client.on_loss = self._engine_died
         self._worker_group = FakeWorkerGroup(client, folder)
