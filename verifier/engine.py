@@ -8,7 +8,6 @@ lose its drafter goes on without drafts until a new one connects.
 
 from __future__ import annotations
 
-import logging
 import time
 from bisect import insort
 from collections.abc import Callable, Collection, Mapping
@@ -20,6 +19,7 @@ from verifier.adaptive.controller import Controller, Exchange, Plan, StepOutcome
 from verifier.adaptive.cost_model import UNPROFILED, RowCosts
 from verifier.admission import rejection_reason, request_of
 from verifier.draft_batch import DraftBatch
+from verifier.drafter_peer import DrafterPeer
 from verifier.hidden_states import HiddenStateBuffer
 from verifier.prefix_cache import PrefixCache
 from verifier.request import Request
@@ -30,7 +30,7 @@ from verifier.tree import with_chains
 from verifier.tree_records import StepTimes, tree_records
 from verifier.turns import Asked, next_turn
 from workers import trace
-from workers.comm.channel import Channel, ChannelOffer, PeerLost
+from workers.comm.channel import Channel, ChannelOffer
 from workers.comm.ipc import (
     Abort,
     DrafterLost,
@@ -43,19 +43,15 @@ from workers.comm.ipc import (
     TokenLogprobs,
     TreeRecord,
 )
-from workers.comm.wire import Kind
 from workers.config import EngineConfig
 from workers.kv_cache import PageAllocator
 from workers.pulse import PULSE
-from workers.types import DraftReply, SamplingBatch, Verdict
-
-logger = logging.getLogger(__name__)
+from workers.types import SamplingBatch, Verdict
 
 GRAMMAR_FAILED = "grammar_failed"
 """Error code of a request whose output could not follow its grammar."""
 HEARTBEAT_S = 1.0
 """While idle, the engine sends a heartbeat this often. A peer that stays silent for longer is dead."""
-
 
 _ORDER = attrgetter("order")
 
@@ -90,9 +86,7 @@ class Engine:
         self._config = config
         self._target = target
         target.meanwhile = self._catch_up
-        self._drafter = drafter
-        self._offer_link = offer_link
-        self._offer: ChannelOffer | None = None  # while the drafter is lost
+        self._drafter = DrafterPeer(drafter, offer_link, self._drafter_lost)
         self._front = front
         self._allocator = PageAllocator(num_pages)
         self._prefix_cache = PrefixCache(self._allocator, config.page_size, is_enabled=config.enable_prefix_caching)
@@ -112,7 +106,6 @@ class Engine:
         self._stats = EngineStats()
         self._last_emit = 0.0  # when the last frame was sent to the front
         self._front_gone: FrontGone | None = None
-        self._last_draft = 0.0  # when the drafter was last contacted
 
     def run(self) -> None:
         """Run steps forever. Raise FrontGone when the front disconnects, and PeerLost when a rank is lost."""
@@ -177,19 +170,11 @@ class Engine:
     def stop(self) -> None:
         """Tell every other rank to leave."""
         self._target.stop(self._stats.steps)
-        if self._drafter is not None:
-            try:
-                self._drafter.stop(self._stats.steps)
-            except PeerLost as error:
-                logger.warning("%s, while the engine stops", error)
-        if self._offer is not None:
-            self._offer.close()
+        self._drafter.stop(self._stats.steps)
 
     def _take(self) -> None:
         """Read the front's messages. Without requests, wait for a message and send heartbeats."""
-        if self._offer is not None and (drafter := self._offer.accepted()) is not None:
-            self._drafter, self._offer = drafter, None
-            logger.warning("a new drafter has connected; requests from now on are drafted for")
+        self._drafter.accept_successor()
         idle = not self._waiting and not self._running
         for message in self._front.poll(HEARTBEAT_S if idle else 0.0):
             match message:
@@ -200,29 +185,19 @@ class Engine:
         if idle and time.monotonic() - self._last_emit >= HEARTBEAT_S:
             self._target.heartbeat(self._stats.steps)
         # A drafter that owes a reply is at work, and the reply shows that it lives.
-        owes_reply = self._asked is not None and self._asked.sent_s is not None
-        if self._drafter is not None and not owes_reply and time.monotonic() - self._last_draft >= HEARTBEAT_S:
-            self._last_draft = time.monotonic()
-            try:
-                self._drafter.heartbeat(self._stats.steps)
-            except PeerLost as error:
-                self._lose_drafter(error)
+        if self._asked is None or self._asked.sent_s is None:
+            self._drafter.keep_alive(self._stats.steps, HEARTBEAT_S)
 
-    def _lose_drafter(self, error: PeerLost) -> None:
+    def _drafter_lost(self, message: DrafterLost) -> None:
         """Go on without drafts. Nothing is drafted any more for requests that are here now.
 
-        A successor's KV cache is empty, and the features that would fill it for these requests were not kept. Raises
-        the error if the engine must not lose its drafter.
+        A successor's KV cache is empty, and the features that would fill it for these requests were not kept.
         """
-        if self._offer_link is None:
-            raise error
-        logger.error("%s; the engine goes on without drafts", error)
-        self._drafter, self._offer = None, self._offer_link()
         self._stats.num_drafter_losses += 1
         self._allocator.forget_drafter()
         for request in (*self._waiting, *self._running):
             self._drop_drafter_of(request)
-        self._front.send(DrafterLost(reason=str(error), link=self._offer.address))
+        self._front.send(message)
 
     def _drop_drafter_of(self, request: Request) -> None:
         request.has_drafter = False
@@ -230,7 +205,7 @@ class Engine:
 
     def _submit(self, submit: Submit) -> None:
         request = request_of(submit, self._config)
-        if self._drafter is None:
+        if not self._drafter.is_connected:
             self._drop_drafter_of(request)
         reason = rejection_reason(request, self._config.max_model_len, self._limits, self._allocator.num_pages - 1)
         code = None
@@ -319,7 +294,7 @@ class Engine:
         return [request for request in self._running if request.is_decoding]
 
     def _takes_turns(self, decoding: list[Request]) -> bool:
-        return self._drafter is not None and self._controller.takes_turns(len(decoding))
+        return self._drafter.is_connected and self._controller.takes_turns(len(decoding))
 
     def _draft(self, step: Step) -> tuple[Plan, DraftBatch, Exchange | None]:
         """Return the trees of all decoding requests: the drafter's trees, lookup drafts and bare roots.
@@ -345,15 +320,11 @@ class Engine:
 
     def _send(self, plan: Plan) -> float | None:
         """Send the drafter a plan's message; return the seconds that this took, or None if the drafter is lost."""
-        assert self._drafter is not None
         began = time.perf_counter()
         state_MX = self._hidden_states.take({request: len(own.tokens) for request, own in plan.inputs.items()})
         features_MH = None if state_MX is None else self._target.features(state_MX)
         message = self._inputs.draft_request(plan.inputs, features_MH, plan.costs)
-        try:
-            self._drafter.send(message, self._stats.steps)
-        except PeerLost as error:
-            self._lose_drafter(error)
+        if not self._drafter.send(message, self._stats.steps):
             return None
         for request, own in plan.inputs.items():
             request.num_fed += len(own.tokens)
@@ -361,18 +332,12 @@ class Engine:
 
     def _receive(self, asked: Asked) -> Exchange | None:
         """Wait for the trees that were asked for; None if there are none to come, or the drafter is lost."""
-        if asked.sent_s is None or self._drafter is None:
+        if asked.sent_s is None or not self._drafter.is_connected:
             return None
         began = time.perf_counter()
         self._catch_up()
-        try:
-            received = self._drafter.receive()
-        except PeerLost as error:
-            self._lose_drafter(error)
+        if (reply := self._drafter.receive()) is None:
             return None
-        assert received.kind == Kind.DRAFT_REPLY and isinstance(received.message, DraftReply)
-        reply = received.message
-        self._last_draft = time.monotonic()
         ended = time.perf_counter()
         trace.record("wait for drafts", began, ended)
         seconds = asked.sent_s + ended - began
@@ -556,7 +521,7 @@ class Engine:
         now = time.monotonic()
         if not self._chunks and now - self._last_emit < HEARTBEAT_S:
             return
-        self._stats.has_drafter = self._drafter is not None
+        self._stats.has_drafter = self._drafter.is_connected
         self._stats.num_running, self._stats.num_waiting = len(self._running), len(self._waiting)
         self._stats.kv_usage = 1 - self._allocator.num_free / (self._allocator.num_pages - 1)
         self._front.send(StepOutput(chunks=self._chunks, stats=self._stats))

@@ -272,7 +272,7 @@ class Recorded:
 def _run_engine(config: EngineConfig, pair: Pair, batch: int, recorded: Recorded) -> float:
     """Run WARM_UP + NUM_STEPS steps; return the mean of the last ones in ms of thread CPU time."""
     with engine_here(config, pair, RowCosts(np.array([1.0, 512.0]), np.array([10.0, 15.0]))) as here:
-        target, drafter = here.engine._target, here.engine._drafter
+        target, drafter = here.engine._target, here.engine._drafter.channel
         if recorded.is_replayed:
             drawn, states, replies = iter(recorded.drawn), iter(recorded.states), iter(recorded.replies)
             features = torch.zeros(1 + 9 * max(BATCHES) + 64 * max(BATCHES), pair.head.width)

@@ -144,7 +144,7 @@ class Bench:
     ) -> Run:
         """Generate for the bundled prompts with `batch` concurrent requests."""
         began, self.engine._stats = self.clock.ms, EngineStats(steps=self.engine._stats.steps)
-        requests: list[DraftRequest] = self.engine._drafter.requests  # type: ignore[union-attr]
+        requests: list[DraftRequest] = self.engine._drafter.channel.requests  # type: ignore[union-attr]
         requests.clear()
         waiting = list(enumerate(prompts(num_prompts)))
         tokens: dict[int, list[int]] = {}

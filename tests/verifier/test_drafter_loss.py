@@ -167,7 +167,7 @@ def test_any_losses_change_no_token_and_leave_every_page_free(
             if not is_lost and rng.random() < 0.05:
                 bench.lose_drafter(with_next_message=rng.random() < 0.5)
                 is_lost = True
-            elif is_lost and bench.engine._offer and rng.random() < 0.2:
+            elif is_lost and not bench.engine._drafter.is_connected and rng.random() < 0.2:
                 bench.replace_drafter()
                 is_lost = False
             bench.step()

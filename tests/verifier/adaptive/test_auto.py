@@ -24,7 +24,7 @@ def test_while_nothing_is_drafted_the_drafter_hears_nothing():
     with bench(prices) as b:
         b.run(AUTO, 1, 0.0, num_prompts=1, num_tokens=16)
         b.run(AUTO, 1, 0.0, num_prompts=1, num_tokens=64)
-        assert len(b.engine._drafter.requests) <= 4
+        assert len(b.engine._drafter.channel.requests) <= 4
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_code_that_is_compiled_in_the_first_exchanges_is_not_the_price_of_drafti
     num_trees = []
     for late_ms in ([], [5000.0, 800.0]):
         with bench(CHEAP_DRAFTS) as b:
-            proposer = b.engine._drafter._proposer
+            proposer = b.engine._drafter.channel._proposer
             extend = proposer.extend
 
             def late(request, extend=extend, clock=b.clock, late_ms=late_ms):
