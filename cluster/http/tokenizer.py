@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -39,20 +38,6 @@ _LOADING = {
 """Arguments of transformers about loading, which say nothing about the tokenizer."""
 _TOKEN_FIELDS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 """The fields of an added token in tokenizer_config.json."""
-
-
-def import_transformers_without_torch() -> None:
-    """Import transformers in a process that runs no models. For the rest of its life it believes that torch is missing.
-
-    It imports torch if it can, which takes several times the time and memory of everything else together.
-    """
-    if is_hidden := "torch" not in sys.modules:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # documented: None raises ModuleNotFoundError
-    try:
-        from transformers import AutoTokenizer  # noqa: F401
-    finally:
-        if is_hidden:
-            del sys.modules["torch"]
 
 
 class TextLimit(NamedTuple):

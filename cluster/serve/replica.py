@@ -16,11 +16,10 @@ from ray import serve as ray_serve
 from ray.exceptions import TaskCancelledError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.convert import engine_config, fetch_weights, with_tokenizer
+from cluster.convert import engine_config, fetch_weights, placement_config, resolve_devices, with_tokenizer
 from cluster.engine_client import EngineClient
 from cluster.engine_restart import EngineRestart
 from cluster.http.server import create_app
-from cluster.http.tokenizer import import_transformers_without_torch
 from cluster.http.tokenizer_pool import TokenizerPool
 from cluster.local_service import build_service
 from cluster.serve.progress import report_stage
@@ -50,10 +49,10 @@ class Replica:
         if self._args.batch_dir:
             check_batch_dir(self._args.batch_dir)
         self._client = EngineClient()
-        config = await asyncio.to_thread(engine_config, self._args)
+        placed = placement_config(resolve_devices(self._args, num_gpus=None))
         group = ray.util.get_current_placement_group()
-        self._worker_group = WorkerGroup(config, group, self._client, on_death=self._engine_died)
-        await asyncio.to_thread(import_transformers_without_torch)
+        self._worker_group = WorkerGroup(placed, group, self._client, on_death=self._engine_died)
+        config = await asyncio.to_thread(engine_config, self._args)
         self._config, self._tokenizer = await asyncio.to_thread(with_tokenizer, self._args, config)
         await asyncio.to_thread(fetch_weights, self._args, self._config)
         self._tokenizing = TokenizerPool(self._tokenizer)

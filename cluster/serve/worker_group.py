@@ -43,7 +43,8 @@ class WorkerGroup:
     the group kills the others and then calls `on_death` once with the reason, in the event loop of `start`; `start` may
     be called again then. A drafter that the engine may lose is replaced instead.
 
-    The actors start at once, and import what ranks need while the caller still reads or fetches files.
+    config: as `placement_config` returns it. The actors start at once, and import what ranks need while the caller
+    still reads and fetches files.
     """
 
     def __init__(
@@ -67,8 +68,7 @@ class WorkerGroup:
     async def start(self, config: EngineConfig) -> None:
         """Start all ranks, in place of earlier ones, and return when the engine is ready.
 
-        config: with the end tokens of the tokenizer, which the constructor does not need.
-        Raises if a rank dies first; then call `start` again, or `close`.
+        config: complete. Raises if a rank dies first; then call `start` again, or `close`.
         """
         self._config = config
         self._end_watch()
