@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,9 +40,9 @@ class Predictions(PreDrafter):
 
     def __init__(self, here: EngineHere, config: EngineConfig) -> None:
         assert here.drafter is not None and config.draft is not None
-        proposer = here.drafter._proposer
+        proposer: Any = here.drafter._proposer
         grow = partial(grow_trees, proposer=proposer, policy=make_tree_policy(config.draft.tree))
-        super().__init__(  # type: ignore[call-overload]
+        super().__init__(
             proposer, grow, page_size=config.page_size, scratch=range(1 << 16), outcome_pages=1, is_forced=True
         )
         self._fanout = len(self._scratch_OP)
