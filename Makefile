@@ -76,8 +76,9 @@ sbom: $(VENV)/.installed-serve $(TOOLS)/cyclonedx/.installed-$(CYCLONEDX) ## lis
 		--output-reproducible --output-file build/sbom.cdx.json $(BIN)/python
 	@echo 'make sbom: wrote build/sbom.cdx.json; it lists all of $(VENV), what tests as well if that is installed'
 
+image: export FLAGS := $(FLAGS)
 image: ## build the container image with buildah on Debian in place of Ray's image, and let it answer (FLAGS=...; 5 minutes, 6 GB)
-	FLAGS='$(FLAGS)' tests/image/run.sh
+	tests/image/run.sh
 
 gpu: ## tests and benchmarks on a CUDA machine, what is worth most in 25 minutes, with PYTHON as it is; installs nothing
 	@$(PYTHON) -c 'import pytest, torch' || { echo 'make gpu: $(PYTHON) lacks pytest or torch; set PYTHON=...' >&2; exit 1; }

@@ -18,8 +18,8 @@ class DrafterPeer:
     """The link to drafter rank 0, as long as there is one.
 
     channel: None = an engine without a drafter. offer_link: opens the link on which a lost drafter's successor will
-    connect; None = the loss of the drafter ends the engine: the methods raise PeerLost. on_lost: called with the reason
-    and the address of that link.
+    connect; None = the loss of the drafter ends the engine: all methods but `stop` raise PeerLost. on_lost: called with
+    the reason and the address of that link.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class DrafterPeer:
             logger.warning("a new drafter has connected; requests from now on are drafted for")
 
     def keep_alive(self, step: int, period_s: float) -> None:
-        """Send a heartbeat if there was no contact for so long. So a loss is noticed although nothing is drafted."""
+        """Send a heartbeat after `period_s` seconds without contact, which shows a loss although nothing is drafted."""
         if self.channel is not None and time.monotonic() - self._last_contact >= period_s:
             self._last_contact = time.monotonic()
             try:

@@ -1,6 +1,6 @@
-"""A request's acceptance rule and the limits of its trees, as the service and its `speculative` object have them.
+"""A request's acceptance rule and the limits of its trees: the service's, narrowed by its `speculative` object.
 
-This module imports no torch, because the service front reads it, too.
+Like all that the service front imports at once, this module does without torch.
 """
 
 from __future__ import annotations

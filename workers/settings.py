@@ -1,6 +1,6 @@
 """What a request asks of an engine: an acceptance rule, limits of its trees, sampling parameters, constraints.
 
-This module imports no torch, because the service front reads it, too.
+Like all that the service front imports at once, this module does without torch.
 """
 
 from __future__ import annotations

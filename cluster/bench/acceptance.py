@@ -270,7 +270,7 @@ def _acceptance_by_depth(answers: Sequence[GeneratedAnswer], max_depth: int) -> 
 def _header(args: EngineArgs, config: EngineConfig, plan: AcceptancePlan) -> About:
     assert config.draft is not None
     notes = (
-        f"tokens_per_second is as measured with {plan.concurrency} requests in flight",
+        f"tokens_per_second is as measured with {plan.concurrency} requests in flight; prompts are in the prefix cache",
         "acceptance none is rejection with enable_draft_probs false: the most likely children, target-only",
         "a chain is cut at max_depth, as the dynamic tree is; one with a larger max_depth is in full depth",
         "a static tree is Sequoia's for its cell's measured acceptance, or one expected to accept 98 % of that",

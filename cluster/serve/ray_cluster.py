@@ -34,15 +34,15 @@ CHECKS = {
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
 }
 """Serve's controller checks its proxies at this interval and replaces one after three failures; by default that takes
-30 s. And it kills a replica that hangs. By default it would wait for its running answers, up to
-`graceful_shutdown_timeout_s`, and the next replica might wait for its GPUs as long."""
+30 s. And it kills a replica that fails three checks, as one that hangs does. By default it would wait for its running
+answers, up to `graceful_shutdown_timeout_s`, and the next replica might wait for its GPUs as long."""
 
 DEAD_PEER = {
     "RAY_core_worker_rpc_server_reconnect_timeout_base_s": "0",
     "RAY_grpc_client_check_connection_status_interval_milliseconds": "50",
 }
 """Ray's processes ask after 50 ms whether a peer that they cannot reach is dead. When a proxy dies, a replica's event
-loop waits for the answer, for one stream after the other. By default each wait takes a second, and with 30 streams
+loop waits for the answer, for one stream after the other. By default each wait takes a second, and with 15 streams
 Serve would take the replica for dead, too."""
 
 

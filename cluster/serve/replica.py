@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
+import time
 from typing import Any
 
 import ray
@@ -31,6 +33,9 @@ from secateur.config import EngineArgs
 
 logger = logging.getLogger(__name__)
 
+TOKENIZER_GRACE_S = 15.0
+"""How long no text may be tokenized before Serve replaces the replica, which cuts its streams. Dead tokenizer processes
+are back within seconds."""
 EXIT_GRACE_S = 1.0
 """Delay between the last engine's death and the replica's exit, so that running requests can report the error."""
 
@@ -49,23 +54,26 @@ class Replica:
         if self._args.batch_dir:
             check_batch_dir(self._args.batch_dir)
         self._client = EngineClient()
+        self._client.on_loss = self._engine_died
+        self._serving, self._cannot_tokenize_since = False, math.inf
         placed = placement_config(resolve_devices(self._args, num_gpus=None))
         group = ray.util.get_current_placement_group()
         self._worker_group = WorkerGroup(placed, group, self._client, on_death=self._engine_died)
-        config = await asyncio.to_thread(engine_config, self._args)
-        self._config, self._tokenizer = await asyncio.to_thread(with_tokenizer, self._args, config)
-        await asyncio.to_thread(fetch_weights, self._args, self._config)
-        self._tokenizing = TokenizerPool(self._tokenizer)
-        self._client.on_loss = self._engine_died
-        self._restart = EngineRestart(self._client, self._start_engine, on_failure=self._give_up)
-        self._serving = False
-        self._tokenizing.begin()  # while the ranks import torch
         try:
-            await self._start_engine()
-            await self._tokenizing.ready()
+            config = await asyncio.to_thread(engine_config, self._args)
+            self._config, self._tokenizer = await asyncio.to_thread(with_tokenizer, self._args, config)
+            await asyncio.to_thread(fetch_weights, self._args, self._config)
+            self._restart = EngineRestart(self._client, self._start_engine, on_failure=self._give_up)
+            self._tokenizing = TokenizerPool(self._tokenizer)
+            self._tokenizing.begin()  # while the ranks still import torch
+            try:
+                await self._start_engine()
+                await self._tokenizing.ready()
+            except BaseException:
+                await self._tokenizing.close()
+                raise
         except BaseException:
             self._worker_group.close()
-            await self._tokenizing.close()
             raise
         self._serving = True
 
@@ -86,7 +94,7 @@ class Replica:
         return app
 
     async def check_health(self) -> None:
-        """Raise RuntimeError when the engine is dead, or tokenization fails; Serve then replaces the replica.
+        """Raise RuntimeError when the engine is dead, or tokenization fails for long; Serve then replaces the replica.
 
         A hung engine is replaced here.
         """
@@ -96,7 +104,8 @@ class Replica:
                 raise RuntimeError(reason)
             self._engine_died(reason)
         ok, reason = self._tokenizing.health()
-        if not ok:
+        self._cannot_tokenize_since = math.inf if ok else min(self._cannot_tokenize_since, time.monotonic())
+        if time.monotonic() - self._cannot_tokenize_since >= TOKENIZER_GRACE_S:
             raise RuntimeError(reason)
 
     async def __del__(self) -> None:
@@ -118,8 +127,7 @@ class Replica:
     def _give_up(self) -> None:
         """Exit, because no engine starts.
 
-        Serve replaces a dead replica in about half the time it needs for an unhealthy one (three failed checks and a
-        drain).
+        Serve replaces a dead replica sooner than an unhealthy one, which it notices after three checks.
         """
         self._worker_group.close()
         asyncio.get_running_loop().call_later(EXIT_GRACE_S, os._exit, 1)

@@ -43,8 +43,8 @@ class WorkerGroup:
     the group kills the others and then calls `on_death` once with the reason, in the event loop of `start`; `start` may
     be called again then. A drafter that the engine may lose is replaced instead.
 
-    config: as `placement_config` returns it. The actors start at once, and import what ranks need while the caller
-    still reads and fetches files.
+    config: as `placement_config` returns it. The actors start at once, and their standby processes import what ranks
+    need while the caller still reads files.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class WorkerGroup:
         self._specs = ""
         # By rank; Ray kills an actor when its last handle is dropped.
         self._workers = [self._new_worker(placement) for placement in rank_placements(config)]
-        self._runs: list[Any] = []  # their calls of `wait`
+        self._has_started = False
+        self._runs: list[Any] = []  # the actors' calls of `wait`
         self._num_essential = config.world_size  # the engine ends with any of these first ranks
         self._restart: DrafterRestart | None = None
         self._monitor: HangMonitor | None = None
@@ -78,8 +79,9 @@ class WorkerGroup:
         if config.hang_timeout_s and self._monitor is None:
             self._monitor = HangMonitor(config, self._kill_rank)
             self._pulse = await self._monitor.listen(ray.util.get_node_ip_address())
-        if self._runs:
+        if self._has_started:
             self._workers = await asyncio.gather(*map(self._free_worker, rank_placements(config)))
+        self._has_started = True
         nodes: list[str] = await asyncio.gather(*(worker.node_id.remote() for worker in self._workers))
         front = await self._listen(nodes[0])
         store = await self._start_rank(0, front=front)

@@ -18,7 +18,8 @@ mkdir -p "$FOLDER"
 # Like rayproject/ray: the pinned Ray in a Python that the user ray owns (uid 1000, group users), with bash and wget.
 if [ ! -f "$FOLDER/base.tar" ]; then
     packages=python3,python3-venv,wget,ca-certificates
-    mmdebstrap --variant=minbase --include="$packages" bookworm "$FOLDER/base.tar"
+    mmdebstrap --variant=minbase --format=tar --include="$packages" bookworm "$FOLDER/base.tar.part"
+    mv "$FOLDER/base.tar.part" "$FOLDER/base.tar"
 fi
 cat > "$FOLDER/base.Dockerfile" <<END
 FROM scratch
@@ -48,14 +49,17 @@ buildah run --isolation chroot --network host --env PORT=$PORT "$container" -- b
     secateur serve --port "$PORT" &
     server=$!
     trap "kill $server; wait $server" EXIT
+    is_up=
     for _ in $(seq 180); do
-        wget -qO- "http://127.0.0.1:$PORT/health" 2> /dev/null && break
+        wget -qO- --tries=1 --timeout=10 "http://127.0.0.1:$PORT/health" 2> /dev/null && is_up=1 && break
         kill -0 $server
         sleep 1
     done
-    wget -qO- --header "Content-Type: application/json" \
+    [ "$is_up" ] || { echo "the service did not answer within three minutes" >&2; exit 1; }
+    wget -qO- --tries=1 --timeout=60 --header "Content-Type: application/json" \
         --post-data "{\"prompt\": \"def add(a, b):\", \"max_tokens\": 8, \"temperature\": 0}" \
         "http://127.0.0.1:$PORT/v1/completions"
     echo
+    kill -0 $server  # it was this one that answered
 '
 echo "the image answers"

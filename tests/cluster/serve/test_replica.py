@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class ReplicaOf(Replica):
 
     def __init__(self, client: EngineClient, folder: Path) -> None:
         self._client, self._serving, self._config = client, True, None
+        self._cannot_tokenize_since = math.inf
         self._tokenizing = FakeTokenizing()
         self._client.on_loss = self._engine_died
         self._worker_group = FakeWorkerGroup(client, folder)
@@ -79,16 +81,25 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-async def test_a_hung_engine_is_replaced_and_its_requests_go_on(tmp_path: Path, exits: list[int]) -> None:
+async def test_a_hung_engine_is_replaced_and_its_requests_go_on(
+    tmp_path: Path, exits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = EngineClient(progress_timeout_s=1.0)
     replica = ReplicaOf(client, tmp_path)
     group = replica._worker_group
     await group.start(None)
     await asyncio.sleep(0.2)  # collecting garbage at the end of the start took a while
     await replica.check_health()
+    monkeypatch.setattr(cluster.serve.replica, "TOKENIZER_GRACE_S", 0.2)
     replica._tokenizing.reason = "no text can be tokenized"
+    await replica.check_health()
+    await asyncio.sleep(0.3)
     with pytest.raises(RuntimeError, match="no text can be tokenized"):
         await replica.check_health()
+    replica._tokenizing.reason = ""
+    await replica.check_health()
+    replica._tokenizing.reason = "another time"
+    await replica.check_health()
     replica._tokenizing.reason = ""
     await replica.check_health()
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -65,7 +65,8 @@ def suspended(process: psutil.Process | None) -> Iterator[None]:
     try:
         yield
     finally:
-        process.resume()
+        with suppress(psutil.NoSuchProcess):
+            process.resume()
 
 
 def test_metrics_name_the_replica_as_serve_does(url: str) -> None:
@@ -128,7 +129,8 @@ async def test_the_proxy_refuses_by_itself_while_the_replica_is_full(url: str) -
     limits = httpx2.Limits(max_connections=None)
     async with httpx2.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
         flood = [asyncio.create_task(client.post("/v1/completions", json=long)) for _ in range(80)]
-        await asyncio.wait(flood, timeout=10, return_when=asyncio.FIRST_COMPLETED)  # 64 fit, so some are refused
+        ended, _ = await asyncio.wait(flood, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        assert ended, "64 fit, so some are refused"
         refused = []
         for path in ("/v1/completions", "/llm/v1/chat/completions/") * 20:
             refused.append(await client.post(path, json=long, headers={"X-Request-ID": path}))
