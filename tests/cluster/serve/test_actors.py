@@ -124,8 +124,9 @@ def test_a_rank_starts_again_after_each_end_and_its_end_is_told(
     assert "[verifier 0] " in capfd.readouterr().err, "its log is the actor's"
 
 
-def test_an_actor_imports_no_torch() -> None:
-    """It would take as much memory as a rank, and none of its own needs it."""
-    code = "import sys, cluster.serve.actors; print('torch' in sys.modules)"
+@pytest.mark.parametrize("module", ["cluster.serve.actors", "cluster.serve.replica", "cluster.app"])
+def test_an_actor_and_the_front_s_modules_import_no_torch(module: str) -> None:
+    """An actor would take as much memory as a rank, and none of its own needs it."""
+    code = f"import sys, {module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "False\n"
