@@ -293,6 +293,7 @@ class FakeChannel:
 
     def send(self, message: wire.Message, step: int) -> None:
         self._check()
+        assert step >= 0
         self.is_lost = self.dies_with_next_message
         assert not self._answers, "the last answer was not read"
         request = over_the_wire(message)
@@ -324,6 +325,7 @@ class FakeChannel:
             raise PeerLost("verifier 0 lost drafter 0 at step 9: it closed the link")
 
     def stop(self, step: int) -> None:
+        assert step >= 0
         self.stopped = True
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import verifier.engine
-from tests.support.fakes import Bench, Counting, RandomLanguage, say
+from tests.support.fakes import Bench, Counting, FakeOffer, RandomLanguage, say
+from verifier.drafter_peer import DrafterPeer
 from workers.comm.channel import PeerLost
 from workers.config import AcceptanceConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.settings import SamplingSettings
@@ -177,3 +178,15 @@ def test_any_losses_change_no_token_and_leave_every_page_free(
             if answer.last is not None and (params is GREEDY or "acceptance" not in more):
                 assert answer.tokens == say(language, prompt, len(answer.tokens), params)
         assert bench.num_free == 47
+
+
+def test_a_message_that_meets_no_drafter_was_not_sent() -> None:
+    """Its tokens then do not count as fed."""
+    with Bench(Counting(), "eagle3", TREE) as own:
+        own.submit([1, 2], 6)
+        own.run()
+        [message] = own.drafter.requests[-1:]  # type: ignore[union-attr]
+        told: list[str] = []
+        peer = DrafterPeer(own.drafter, FakeOffer, lambda lost: told.append(lost.link))  # type: ignore[arg-type]
+        own.lose_drafter()
+        assert peer.send(message, 7) is False and not peer.is_connected and len(told) == 1
