@@ -1,4 +1,4 @@
-"""What a request asks of an engine: an acceptance rule, limits of its trees, sampling parameters, constraints.
+"""Defines what a request asks of an engine: acceptance rule, tree limits, sampling parameters, constraints.
 
 Like all that the service front imports at once, this module does without torch.
 """
