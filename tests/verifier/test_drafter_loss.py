@@ -10,14 +10,26 @@ from typing import Any
 import pytest
 import torch
 
+import verifier.drafter_peer
 import verifier.engine
 from tests.support.fakes import Bench, Counting, FakeOffer, RandomLanguage, say
 from verifier.drafter_peer import DrafterPeer
 from workers.comm.channel import PeerLost
+from workers.comm.ipc import DrafterLost
 from workers.config import AcceptanceConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.settings import SamplingSettings
 
 torch.set_num_threads(1)
+
+
+class Clock:
+    """A `time` module whose clock the test sets."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
 
 TREE = TreeConfig(num_speculative_tokens=8, max_depth=4, max_children=3)
 COSTS = SimulatedCosts(step_ms=10.0, row_ms=0.1, draft_ms=0.1)
@@ -190,3 +202,32 @@ def test_a_message_that_meets_no_drafter_was_not_sent() -> None:
         peer = DrafterPeer(own.drafter, FakeOffer, lambda lost: told.append(lost.link))  # type: ignore[arg-type]
         own.lose_drafter()
         assert peer.send(message, 7) is False and not peer.is_connected and len(told) == 1
+
+
+def test_a_heartbeat_follows_a_period_without_a_word_and_tells_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(verifier.drafter_peer, "time", clock)
+    with Bench(Counting(), "eagle3", TREE) as own:
+        own.submit([1, 2], 6)
+        own.run()
+        told: list[DrafterLost] = []
+        peer = DrafterPeer(own.drafter, FakeOffer, told.append)  # type: ignore[arg-type]
+        sent: list[tuple[float, int]] = []
+        monkeypatch.setattr(own.drafter, "heartbeat", lambda step: sent.append((clock.now, step)))
+        for clock.now in (5.0, 9.0, 10.0):
+            peer.keep_alive(int(clock.now), 5.0)
+        assert sent == [(5.0, 5), (10.0, 10)]
+        clock.now = 12.0
+        peer.send(own.drafter.requests[-1], 12)  # type: ignore[union-attr]
+        peer.receive()
+        for clock.now in (16.0, 17.0):
+            peer.keep_alive(int(clock.now), 5.0)
+        assert sent[2:] == [(17.0, 17)]
+
+        def lost(step: int) -> None:
+            raise PeerLost(f"drafter 0 was silent at step {step}")
+
+        monkeypatch.setattr(own.drafter, "heartbeat", lost)
+        clock.now = 22.0
+        peer.keep_alive(22, 5.0)
+        assert [each.reason for each in told] == ["drafter 0 was silent at step 22"] and not peer.is_connected

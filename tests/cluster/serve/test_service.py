@@ -147,7 +147,8 @@ async def test_the_proxy_refuses_by_itself_while_the_replica_is_full(url: str) -
     assert metric(url, "requests_rejected_total") - rejected <= 80 - 64 + 20, "the replica refused most of them"
     wait_for(lambda: metric(url, "num_requests_running") + metric(url, "num_requests_waiting") == 0, 20)
     assert "x-secateur-replica" not in httpx2.get(f"{url}/health", timeout=10).headers
-    wait_for(lambda: httpx2.post(f"{url}/v1/completions", json=completion | {"max_tokens": 1}, timeout=10).is_success, 10)
+    one = completion | {"max_tokens": 1}
+    wait_for(lambda: httpx2.post(f"{url}/v1/completions", json=one, timeout=10).is_success, 10)
 
 
 @pytest.mark.parametrize("streamed", [True, False])
