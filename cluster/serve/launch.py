@@ -37,6 +37,10 @@ RAY_PROCESSES = {"raylet", "gcs_server"}
 """Ray on one machine does not work without these."""
 
 
+class RayEnded(SecateurError):
+    """The Ray of this process has ended, so Serve's controller does not reply any more."""
+
+
 def serve(args: EngineArgs) -> None:
     """Serve until SIGINT or SIGTERM, then clean up.
 
@@ -92,6 +96,10 @@ def _deploy(args: EngineArgs, address: str | None, signals: StopSignals, progres
         is_ready = True
         progress.say("ready")
         yield url
+    except RayEnded as error:
+        is_ready = False
+        progress.say(str(error))  # at once; the error's own line comes after the end of all processes
+        raise
     finally:
         signals.clean_up()
         if is_ready or address is not None:  # else the end of our Ray ends it
@@ -110,7 +118,7 @@ def watch(url: str) -> None:
     while True:
         time.sleep(CHECK_PERIOD_S)
         if not all(map(is_running, ray_pids)):
-            raise SecateurError(f"the service at {url} is lost: its Ray has ended; start it again")
+            raise RayEnded(f"the service at {url} is lost: its Ray has ended; start it again")
         if is_answering != (is_answering := _answers(url)):
             logger.warning("Serve's proxy %s", "answers again" if is_answering else f"does not answer at {url}")
         reason = loss_reason(controller)

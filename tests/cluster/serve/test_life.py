@@ -185,6 +185,20 @@ def test_the_service_outlives_its_proxy_listens_on_loopback_alone_and_ends_in_or
 @pytest.mark.serve
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("process", ["gcs_server", "raylet"])
+def test_the_end_of_its_ray_is_told_at_once(short: Path, process: str) -> None:
+    with serving(short) as one:
+        ready(one)
+        below = one.below()
+        [lost] = [each for each in below if each.name() == process]
+        lost.kill()
+        wait_for(lambda: "its Ray has ended; start it again" in one.stderr.read_text(), 15)
+        assert_ended(one, below)
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_two_sigterms_while_it_starts_leave_nothing_and_start_nothing(short: Path) -> None:
     with serving(short) as one:
         wait_for(lambda: "starting Ray Serve" in one.stderr.read_text(), START_S)

