@@ -24,8 +24,18 @@ _WHY = {
 }
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
 _REF = {"$ref": "#/components/schemas/ErrorResponse"}
-STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
-"""The second form of an answer: `data:` lines with one chunk each, then `data: [DONE]`."""
+_EVENT = {
+    "type": "object",
+    "properties": {
+        "data": {"type": "string", "description": "One chunk or event, as JSON; or `[DONE]`, which ends a stream."},
+        "event": {"type": "string", "description": "The type of an event of `/v1/responses`."},
+        "id": {"type": "string", "description": "To send as `Last-Event-ID` when the stream breaks."},
+    },
+    "required": ["data"],
+    "additionalProperties": False,
+}
+STREAM = {"content": {"text/event-stream": {"itemSchema": _EVENT}}}
+"""The second form of an answer. `itemSchema`, of OpenAPI 3.2, describes each event; an older reader skips it."""
 RESUMABLE = {
     "parameters": [
         {"name": name, "in": "header", "required": False, "description": why, "schema": {"type": "string"}}

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx2
+import jsonschema
 import pytest
 
 import secateur
@@ -216,6 +217,17 @@ def references(schema: Any) -> Iterator[str]:
         case list():
             for value in schema:
                 yield from references(value)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_every_event_of_a_stream_is_declared(http: httpx2.Client, path: str) -> None:
+    declared = document_of(http)["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    text = http.post(path, json=BODIES[path] | {"stream": True}, headers=KEY).raise_for_status().text
+    events = [dict(line.split(": ", 1) for line in event.splitlines()) for event in text.strip().split("\n\n")]
+    assert len(events) > 2
+    for event in events:
+        jsonschema.validate(event, declared["itemSchema"])
+    assert {name for event in events for name in event} == {"data", "event" if path.endswith("responses") else "id"}
 
 
 def test_answers_and_streams_are_declared(http: httpx2.Client) -> None:
