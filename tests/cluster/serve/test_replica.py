@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from ray.exceptions import TaskCancelledError
@@ -71,6 +72,13 @@ class ReplicaOf(Replica):
 
     def __del__(self) -> None:
         pass  # Serve would await it
+
+
+class Starting(Replica):
+    """A replica whose end nobody awaits, as Serve would."""
+
+    def __del__(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -148,6 +156,44 @@ async def test_a_replica_whose_engines_do_not_start_fails_its_requests_and_exits
         await replica.check_health()
     assert exits == [1] and group.is_closed
     await client.close()
+
+
+@pytest.mark.parametrize("fails", ["engine_config", "fetch_weights", "start", "ready"])
+async def test_a_replica_that_does_not_start_ends_what_it_has_started(
+    monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    done: list[str] = []
+
+    def step(name: str, result: Any = None) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            done.append(name)
+            if name == fails:
+                raise RuntimeError(f"{name} failed")
+            return result
+
+        return run
+
+    def awaited(name: str) -> Callable[..., Any]:
+        return AsyncMock(side_effect=step(name))
+
+    class Group:
+        start, close = staticmethod(awaited("start")), staticmethod(step("group closed"))
+
+    class Tokenizing:
+        begin, ready = staticmethod(step("begin")), staticmethod(awaited("ready"))
+        close = staticmethod(awaited("tokenizing closed"))
+
+    for name in ("_log_through_serve", "_bind_replica_to_its_node", "report_stage"):
+        monkeypatch.setattr(cluster.serve.replica, name, lambda *args: None)
+    monkeypatch.setattr(cluster.serve.replica.ray.util, "get_current_placement_group", lambda: None)
+    for name, result in (("engine_config", None), ("with_tokenizer", (None, None)), ("fetch_weights", None)):
+        monkeypatch.setattr(cluster.serve.replica, name, step(name, result))
+    monkeypatch.setattr(cluster.serve.replica, "WorkerGroup", lambda *args, **options: Group)
+    monkeypatch.setattr(cluster.serve.replica, "TokenizerPool", lambda tokenizer: Tokenizing)
+    with pytest.raises(RuntimeError, match=f"{fails} failed"):
+        await Starting.__new__(Starting).__init__({"device": "cpu"})  # type: ignore[misc]  # as Serve does
+    assert done[-1] == "group closed" and done.count("group closed") == 1
+    assert ("tokenizing closed" in done) == ("begin" in done) == (fails in ("start", "ready"))
 
 
 async def collected(client: EngineClient) -> list[TokenChunk]:
