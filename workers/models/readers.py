@@ -87,7 +87,10 @@ def _check_kind(raw: dict[str, Any], path: Path) -> None:
     if quantization:
         fp8_block(quantization, path)
     if "draft_vocab_size" in raw or "speculators_model_type" in raw:
-        raise ValueError(f"{path} is an EAGLE-3 draft head, not a model that can run by itself")
+        raise ValueError(
+            f"{path} is an EAGLE-3 draft head, not a model that can run by itself; "
+            f'write speculative_config: {{"method": "eagle3", "model": "{path}"}}'
+        )
 
 
 def _family(raw: dict[str, Any]) -> str | None:
