@@ -43,6 +43,8 @@ EXIT_GRACE_S = 1.0
 class Replica:
     """The Serve deployment: starts the engine's ranks, submits requests to them and answers HTTP. Never uses CUDA."""
 
+    _serving = False  # until the constructor has succeeded
+
     async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         _log_through_serve()
         _bind_replica_to_its_node()
@@ -55,7 +57,7 @@ class Replica:
             check_batch_dir(self._args.batch_dir)
         self._client = EngineClient()
         self._client.on_loss = self._engine_died
-        self._serving, self._cannot_tokenize_since = False, math.inf
+        self._cannot_tokenize_since = math.inf
         placed = placement_config(resolve_devices(self._args, num_gpus=None))
         group = ray.util.get_current_placement_group()
         self._worker_group = WorkerGroup(placed, group, self._client, on_death=self._engine_died)
@@ -109,6 +111,8 @@ class Replica:
             raise RuntimeError(reason)
 
     async def __del__(self) -> None:
+        if not self._serving:  # the constructor has ended what it had started
+            return
         self._restart.cancel()
         self._worker_group.close()
         await self._tokenizing.close()

@@ -75,7 +75,7 @@ class ReplicaOf(Replica):
 
 
 class Starting(Replica):
-    """A replica whose end nobody awaits, as Serve would."""
+    """A replica whose `__del__` garbage collection may call; that of `Replica` must be awaited."""
 
     def __del__(self) -> None:
         pass
@@ -190,8 +190,10 @@ async def test_a_replica_that_does_not_start_ends_what_it_has_started(
         monkeypatch.setattr(cluster.serve.replica, name, step(name, result))
     monkeypatch.setattr(cluster.serve.replica, "WorkerGroup", lambda *args, **options: Group)
     monkeypatch.setattr(cluster.serve.replica, "TokenizerPool", lambda tokenizer: Tokenizing)
+    replica = Starting.__new__(Starting)
     with pytest.raises(RuntimeError, match=f"{fails} failed"):
-        await Starting.__new__(Starting).__init__({"device": "cpu"})  # type: ignore[misc]  # as Serve does
+        await replica.__init__({"device": "cpu"})  # type: ignore[misc]  # as Serve does
+    await Replica.__del__(replica)
     assert done[-1] == "group closed" and done.count("group closed") == 1
     assert ("tokenizing closed" in done) == ("begin" in done) == (fails in ("start", "ready"))
 
