@@ -86,25 +86,26 @@ def _deploy(args: EngineArgs, address: str | None, signals: StopSignals, progres
     application = build(app.model_copy(update={"deployment_config": options}))
     with progress.during("starting Ray Serve"):
         url = _start_own_serve(args) if address is None else _find_or_start_serve(args)
-    controller, is_ready = get_controller(), False
+    controller = get_controller()
+    must_delete = address is not None  # other applications on a shared cluster stay; the end of our Ray ends ours
     try:
         try:
             with progress.during("starting the service's process", stage=current_stage):
                 ray_serve.run(application, name=APP_NAME, route_prefix="/")
         except RuntimeError as error:
             raise SecateurError(f"the service did not start: {start_failure() or error}") from error
-        is_ready = True
+        must_delete = True
         progress.say("ready")
         yield url
     except RayEnded as error:
-        is_ready = False
+        must_delete = False
         progress.say(str(error))  # at once; the error's own line comes after the end of all processes
         raise
     finally:
         signals.clean_up()
-        if is_ready or address is not None:  # else the end of our Ray ends it
+        if must_delete:
             with progress.during("letting running answers end"):
-                delete_application(controller, args.shutdown_timeout)  # other applications on a shared cluster stay
+                delete_application(controller, args.shutdown_timeout)
 
 
 def watch(url: str) -> None:
