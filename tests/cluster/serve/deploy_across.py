@@ -2,14 +2,16 @@
 
 ADDRESS: of this node; its proxy gets the requests. CONFIG: the arguments of the application, as JSON.
 
-It prints `ready`, and for each line of its standard input the answer to a request: the first line tells that it has
-begun, the second has its tokens. It ends with its standard input.
+It prints `ready`, and for each line of its standard input, `plain` or `resuming`, the answer to a request: the first
+line tells that it has begun, the second has its tokens. A plain request fails when its connection breaks. It ends with
+its standard input.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import ray
 from ray import serve as ray_serve
@@ -20,7 +22,8 @@ from secateur import Client
 from secateur.config import AppArgs
 
 PORT = 8000
-ASKED = {"prompt": "def f(", "temperature": 0, "ignore_eos": True, "return_token_ids": True, "max_tokens": 400}
+ASKED = {"prompt": "def f(", "temperature": 0, "ignore_eos": True, "return_token_ids": True, "max_tokens": 1500}
+CLIENTS: dict[str, dict[str, Any]] = {"plain": {"retries": 0, "outage_timeout": 0}, "resuming": {}}
 
 
 def main() -> None:
@@ -33,15 +36,15 @@ def main() -> None:
     )
     ray_serve.run(build(AppArgs.load(json.loads(config))), name=APP_NAME, route_prefix="/")
     print("ready", flush=True)
-    with Client(f"http://{address}:{PORT}") as client:
-        for _ in sys.stdin:
-            tokens: list[int] = []
+    for kind in sys.stdin:
+        tokens: list[int] = []
+        with Client(f"http://{address}:{PORT}", **CLIENTS[kind.strip()]) as client:
             for chunk in client.stream_complete(**ASKED):
                 if not tokens:
                     print("begun", flush=True)
                 for choice in chunk.choices:
                     tokens += choice.token_ids or []
-            print(json.dumps(tokens), flush=True)
+        print(json.dumps(tokens), flush=True)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ class TwoNodes:
         return self._run(node, sys.executable, *arguments, **options)
 
     def _run(
-        self, node: str, *command: str, more: dict[str, str] | None = None, **options: Any
+        self, node: str, *command: str, environment: dict[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[str]:
         env = os.environ | {
             "PYTHONPATH": str(ROOT),
@@ -102,7 +102,7 @@ class TwoNodes:
             "TMPDIR": str(self._folder),
         }
         inside = ["ip", "netns", "exec", self._name[node], *command]
-        process = subprocess.Popen(inside, env=env | (more or {}), text=True, cwd=ROOT, **options)
+        process = subprocess.Popen(inside, env=env | (environment or {}), text=True, cwd=ROOT, **options)
         self._stack.callback(end, process)
         return process
 
@@ -118,20 +118,24 @@ class TwoNodes:
         """Start a Ray node."""
         command = ["-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address={ADDRESSES[node]}"]
         command += ["--num-cpus=4", f'--resources={{"{node}": 1}}', "--object-store-memory=100000000"]
-        more = {}
+        environment = {}
         if node == "head":
-            more = self._redis
-            command += [f"--redis-password={PASSWORD}"] if more else []
+            environment = self._redis
+            command += [f"--redis-password={PASSWORD}"] if environment else []
             command += ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={self._folder}"]
         else:
             command += [f"--address={ADDRESSES['head']}:6379"]
-        self._nodes[node] = self.run(node, *command, more=more, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+        self._nodes[node] = self.run(
+            node, *command, environment=environment, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
+        )
         assert self.run(node, "-c", WAIT_FOR_RAY, ADDRESSES["head"]).wait(START_S) == 0
 
     def kill(self, node: str) -> None:
         """Kill all processes of a node."""
         end(self._nodes[node])
-        (self._folder / "ray_current_cluster").unlink(missing_ok=True)  # by which a new head would miss the last one
+        (self._folder / "ray_current_cluster").unlink(
+            missing_ok=True
+        )  # or the next head would believe that this one still runs
 
     def set_link(self, state: str) -> None:
         """Cut the link ("down") or heal it ("up")."""
@@ -155,10 +159,10 @@ class Deployed:
         threading.Thread(target=self._read, daemon=True).start()
         assert self.line() == "ready"
 
-    def ask(self) -> None:
-        """Send a request, and wait until its answer has begun."""
+    def ask(self, client: str = "resuming") -> None:
+        """Send a request, and wait until its answer has begun. client: "plain" = it does not outlive its connection."""
         assert self._process.stdin is not None
-        self._process.stdin.write("ask\n")
+        self._process.stdin.write(f"{client}\n")
         self._process.stdin.flush()
         assert self.line() == "begun"
 
@@ -166,6 +170,11 @@ class Deployed:
         """Return the tokens of the request that was sent."""
         tokens: list[int] = json.loads(self.line())
         return tokens
+
+    @property
+    def is_answering(self) -> bool:
+        """True until the answer of the request that was sent has ended."""
+        return self._lines.empty()
 
     def line(self) -> str:
         """Return the next line that it prints; "" when it has ended."""
@@ -237,7 +246,7 @@ def test_an_engine_across_two_nodes_outlives_a_cut_link_and_the_loss_of_a_node(n
     assert {name: node for name, (_, node) in first.items()} == {"verifier 0": "head", "verifier 1": "other"}
     service.ask()
     wanted = service.answer()
-    assert len(wanted) == 400
+    assert len(wanted) == 1500
 
     service.ask()
     nodes.set_link("down")
@@ -268,14 +277,15 @@ def test_with_redis_the_loss_of_the_head_stops_no_answer_and_its_successor_takes
     service.ask()
     wanted = service.answer()
 
-    service.ask()
+    service.ask("plain")
     nodes.kill("head")
+    assert service.is_answering
     assert service.answer() == wanted, "a running answer"
-    service.ask()
+    service.ask("plain")
     assert service.answer() == wanted, "a request while there is no head"
 
     nodes.start("head")
-    service.ask()
+    service.ask("plain")
     assert service.answer() == wanted
     assert (replica(nodes), ranks(nodes)) == (first, first_ranks)
 
