@@ -3,8 +3,8 @@
     python training/head.py --target smollm2 --minutes 120 --out secateur/bundled/smollm2-eagle3
 
 Two stages; each continues where an earlier call stopped:
-  answers    the target answers questions in this engine, half of them greedily and half at temperature 1; half of the
-             questions it asks itself
+  answers    the target answers questions in this engine, a third of them greedily, the others at temperature 1; it
+             completes half of the questions itself
   train      the head is trained by the training-time test for `--minutes`, which set the learning-rate schedule
 
 The head is written to `--out` after every eighth of the time, so that it can be used at any moment. Without the state
@@ -29,10 +29,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from eagle3 import TrainableEagle3Head, feature_layers, head_config
 from language_model import mixed_precision
-from questions import SELF_ASKED, Conversation, make_questions
+from questions import Conversation, make_questions
 from safetensors.torch import load_file, save_file
 from schedule import Optimisers, TimeBudget
 from torch import Tensor
@@ -51,19 +50,22 @@ NUM_STEPS = 5
 FIRST_STEPS = 2
 """Unrolled steps in the first half of the time, which sees more tokens then."""
 STEP_DISCOUNT = 0.9
+LEAST_ACCEPTANCE = 1e-4
+"""A position with less, where the target's probable tokens are not in the draft vocabulary, has no gradient."""
 MUON_LR = 0.05
 """With batches of 8 rows: after 40,000 tokens, agreement at the first step was 0.07 with 0.006, 0.23 with 0.02 and 0.26
 with 0.05. With 32 rows 0.02 is better."""
 ROW_LENGTH = 448
 NUM_HELD_OUT = 128
 """Rows that measure agreement and are not learned from."""
+GREEDY_SHARE = 1 / 3
 QUESTION_TOKENS = 128
-"""A question of the target's own that is longer is dropped."""
+"""A question that the target has not completed after so many tokens is dropped."""
 QUESTION_TEMPERATURE = 0.8
-"""A third of the questions that the target asks itself at temperature 1 make no sense."""
+"""At temperature 1 a third of the target's own questions make no sense."""
 STATE = "head.pt"
 RECORD = "training.json"
-"""Beside the head: the coverage of its vocabulary, and the agreement by the number of tokens seen."""
+"""Beside the head: the coverage of its vocabulary, agreement and acceptance by the number of tokens seen."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -129,11 +131,16 @@ def answer_share(options: argparse.Namespace, questions: list[tuple[int, Convers
             if time.monotonic() - began > 60 * options.answer_minutes:
                 return
             started, num_tokens = time.monotonic(), 0
-            part = {number: list(own.turns) for number, own in questions[begin : begin + 4 * options.concurrency]}
-            asking = [number for number, turns in part.items() if turns[0] == SELF_ASKED]
-            jobs = [job(opening, number, QUESTION_TEMPERATURE, QUESTION_TOKENS) for number in asking]
+            share = dict(questions[begin : begin + 4 * options.concurrency])
+            part = {number: list(own.turns) for number, own in share.items()}
+            asking = [number for number, own in share.items() if own.is_begun]
+            begun = [opening + tokenizer.encode(part[number][0], add_special_tokens=False) for number in asking]
+            jobs = [
+                job(prompt, number, QUESTION_TEMPERATURE, QUESTION_TOKENS)
+                for number, prompt in zip(asking, begun, strict=True)
+            ]
             for number, question in zip(asking, runner.run(jobs, options.concurrency), strict=True):
-                part[number][0] = tokenizer.decode(question.tokens).strip()
+                part[number][0] = (part[number][0] + tokenizer.decode(question.tokens)).strip()
                 if question.finish_reason == "length" or not part[number][0]:
                     del part[number]
             chats: dict[int, list[dict[str, str]]] = {number: [] for number in part}
@@ -144,7 +151,7 @@ def answer_share(options: argparse.Namespace, questions: list[tuple[int, Convers
                     chats[number].append({"role": "user", "content": part[number][turn]})
                 prompts = [tokenizer.encode_chat(chats[number]) for number in own]
                 jobs = [
-                    job(prompt, number, float(random.Random(number).random() < 0.5), options.max_tokens)
+                    job(prompt, number, float(random.Random(number).random() >= GREEDY_SHARE), options.max_tokens)
                     for number, prompt in zip(own, prompts, strict=True)
                 ]
                 answers = [answer.tokens for answer in runner.run(jobs, options.concurrency)]
@@ -182,7 +189,7 @@ def read_lines(folder: Path) -> list[dict]:
 
 
 class Rows(NamedTuple):
-    """Holds R conversations, each ending in an answer, cut or padded to N tokens, on the training's device."""
+    """Holds R conversations, each ending in an answer, cut or padded to N tokens, on the CPU."""
 
     tokens_RN: Tensor  # int32
     begins_R: Tensor  # the answer's first position
@@ -190,23 +197,35 @@ class Rows(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Holds what the head reads of B rows with N tokens, and learns where one of A tokens of answers comes next."""
+    """Holds what the head reads of B rows with N tokens, and learns where one of A tokens of answers comes next.
+
+    What selects is on the CPU, so that the host need not wait for the device.
+    """
 
     embeds_BNH: Tensor
     features_BNF: Tensor
-    is_answer_BN: Tensor  # bool: the next token is one of the answer
-    index_BN: Tensor  # the position's index among the A
+    is_answer_BN: Tensor  # bool, on the CPU: the next token is one of the answer
+    index_BN: Tensor  # on the CPU: the position's index among the A
     favourite_A: Tensor  # the target's most likely next token
-    law_AD: Tensor  # the target's distribution over the draft vocabulary
+    law_AD: Tensor  # the target's probabilities of the draft vocabulary, of a sum of at most 1
 
 
 def load_target(options: argparse.Namespace) -> LlamaForCausalLM:
-    """Load the target in bfloat16, frozen."""
+    """Load the target in bfloat16, frozen; on a GPU its layers are compiled."""
     args = target_args(options)
     config = engine_config(args)
     fetch_weights(args, config)
     target = AutoModelForCausalLM.from_pretrained(config.model_path, dtype=torch.bfloat16)
-    return target.to(options.device).eval().requires_grad_(False)
+    target.to(options.device).eval().requires_grad_(False)
+    if options.device == "cuda":
+        for layer in target.model.layers:
+            layer.compile(dynamic=True)
+    return target
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the CPU to the device without waiting for what the device does."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def read_rows(options: argparse.Namespace, padding: int) -> Rows:
@@ -218,7 +237,7 @@ def read_rows(options: argparse.Namespace, padding: int) -> Rows:
     for row, line in enumerate(lines):
         own = (line["prompt"] + line["answer"])[:ROW_LENGTH]
         tokens[row, : len(own)], begins[row], ends[row] = own, len(line["prompt"]), len(own)
-    return Rows(*(torch.from_numpy(array).to(options.device) for array in (tokens, begins, ends)))
+    return Rows(*(torch.from_numpy(array) for array in (tokens, begins, ends)))
 
 
 def batches(begins: list[int], chosen: list[int], num_rows: int, rng: random.Random) -> Iterator[list[int]]:
@@ -235,47 +254,51 @@ def batches(begins: list[int], chosen: list[int], num_rows: int, rng: random.Ran
 @torch.no_grad()
 def read_target(target: LlamaForCausalLM, rows: Rows, chosen: list[int], draft_ids: Tensor) -> Batch:
     """Run the target over some rows, cut to the longest of them."""
-    own = torch.tensor(chosen, device=rows.tokens_RN.device)
+    own, device = torch.tensor(chosen), draft_ids.device
     begins, ends = rows.begins_R[own, None], rows.ends_R[own, None]
-    tokens = rows.tokens_RN[own, : int(ends.max())].long()
-    output = target.model(input_ids=tokens, output_hidden_states=True, use_cache=False)
-    following = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+    length = int(ends.max())
+    following = torch.arange(1, length + 1)
     is_answer = (following >= begins) & (following < ends)
-    logits = target.lm_head(output.last_hidden_state[is_answer])
+    tokens = send(rows.tokens_RN[own, :length].long(), device)
+    output = target.model(input_ids=tokens, output_hidden_states=True, use_cache=False)
+    logits = target.lm_head(output.last_hidden_state.flatten(0, 1)[send(is_answer.flatten().nonzero()[:, 0], device)])
+    normaliser_A1 = torch.cat([part.float().logsumexp(-1, keepdim=True) for part in logits.split(1024)])
     return Batch(
         embeds_BNH=target.model.embed_tokens(tokens).float(),
         features_BNF=torch.cat([output.hidden_states[n] for n in feature_layers(len(target.model.layers))], -1).float(),
         is_answer_BN=is_answer,
         index_BN=(is_answer.flatten().cumsum(0) - 1).view_as(is_answer),
         favourite_A=logits.argmax(-1),
-        law_AD=logits[:, draft_ids].float().softmax(-1),
+        law_AD=(logits[:, draft_ids].float() - normaliser_A1).exp(),
     )
 
 
 def unrolled_loss(
     head: TrainableEagle3Head, batch: Batch, first: int, num_steps: int = NUM_STEPS
 ) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy against the target's distribution over the draft vocabulary, and each step's agreement.
+    """Return the loss, and each step's agreement and acceptance [2, num_steps].
 
-    Agreement is the share of answer tokens for which the most likely tokens are equal [num_steps]. The loss covers
-    answer tokens whose most likely target token is in the draft vocabulary. first: the earliest start of a draft.
+    Agreement is the share of answer tokens for which the most likely tokens are equal. Acceptance is the probability
+    that a token drafted at temperature 1 is accepted: the sum of the smaller of both probabilities of each token. The
+    loss is its negative logarithm (Samarin et al., "LK losses", 2026). first: the earliest start of a draft.
     """
     num_starts = batch.embeds_BNH.shape[1] - 1 - num_steps
     hidden, cache = head.fc(batch.features_BNF[:, :num_starts]), []
-    total, agreement = torch.zeros((), device=hidden.device), []
+    total, agreement, acceptance = torch.zeros((), device=hidden.device), [], []
     for s in range(num_steps):
         begin = 1 + s if s == 0 else 1 + s + first
         hidden = head.step(batch.embeds_BNH[:, begin : 1 + s + num_starts], hidden, cache, first)
         window = slice(1 + s + first, 1 + s + num_starts)
-        answers = batch.is_answer_BN[:, window]
-        index = batch.index_BN[:, window][answers]
+        is_answer = batch.is_answer_BN[:, window]
+        answers = send(is_answer.flatten().nonzero()[:, 0], hidden.device)
+        index = send(batch.index_BN[:, window][is_answer], hidden.device)
         favourite = batch.favourite_A[index]
-        logits = head.lm_head(head.norm(hidden[answers])).float()
-        is_counted = head.t2d[favourite]
-        entropy = F.cross_entropy(logits, batch.law_AD[index], reduction="none")
-        total = total + STEP_DISCOUNT**s * (entropy * is_counted).sum() / is_counted.sum().clamp(min=1)
+        logits = head.lm_head(head.norm(hidden.flatten(0, 1)[answers])).float()
+        accepted = torch.minimum(logits.softmax(-1), batch.law_AD[index]).sum(-1)
+        total = total - STEP_DISCOUNT**s * accepted.clamp(min=LEAST_ACCEPTANCE).log().mean()
         agreement.append((head.draft_ids[logits.argmax(-1)] == favourite).float().mean())
-    return total, torch.stack(agreement).detach()
+        acceptance.append(accepted.mean())
+    return total, torch.stack([torch.stack(agreement), torch.stack(acceptance)]).detach()
 
 
 def new_head(target: LlamaForCausalLM, draft_ids: Tensor, intermediate_size: int | None) -> TrainableEagle3Head:
@@ -350,15 +373,16 @@ def train(options: argparse.Namespace, target: LlamaForCausalLM) -> None:
     def loss_of(own: list[int], num_steps: int) -> tuple[Tensor, Tensor]:
         first = max(min(begins[row] for row in own) - 1 - num_steps, 0)
         batch = read_target(target, rows, own, head.draft_ids)
-        with mixed_precision(rows.tokens_RN.device):
+        with mixed_precision(head.draft_ids.device):
             return unrolled_loss(head, batch, first, num_steps)
 
     while True:
         if budget.fraction() >= next_save:
             with torch.no_grad():
                 parts = [held_out[start : start + 8] for start in range(0, len(held_out), 8)]
-                agreement = torch.stack([loss_of(part, NUM_STEPS)[1] for part in parts]).mean(0).tolist()
-            entry = {"tokens": state["tokens"], "agreement": [round(value, 4) for value in agreement]}
+                seen = torch.stack([loss_of(part, NUM_STEPS)[1] for part in parts]).mean(0).tolist()
+            agreement, acceptance = ([round(value, 4) for value in values] for values in seen)
+            entry = {"tokens": state["tokens"], "agreement": agreement, "acceptance": acceptance}
             state["log"] = [*(each for each in state["log"] if each["tokens"] < state["tokens"]), entry]
             torch.save(state | {"head": head.state_dict()}, options.data / STATE)
             save(head, options.out, {"coverage": round(coverage, 4), "log": state["log"]})

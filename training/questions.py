@@ -4,7 +4,8 @@ make_questions(count, seed) -> list[Conversation]      the same ones for the sam
 
 Their kinds are in `questions.toml`. They are filled from word lists (wonderwords), facts (randfacts), descriptions
 of installed packages and docstrings of the standard library; the licences are in `SOURCES`. No question of a benchmark
-is among them.
+is among them. Every second question is only begun: the model that is asked completes it, so that it speaks of what its
+own training data spoke of, in more ways than when it begins by itself.
 """
 
 from __future__ import annotations
@@ -27,19 +28,21 @@ SOURCES = {
 
 WORD_LISTS = ("noun", "adjective", "verb")
 """Of wonderwords."""
-SELF_ASKED = ""
-"""Stands for a question that the model asks itself."""
+MOST_BEGUN_WORDS = 6
+"""Of a question that the model completes."""
 MOST_DRAWS = 20
 """Of a question that was asked before, because some kinds have few."""
 
 
 class Conversation(NamedTuple):
-    """The user's turns of a conversation; the model answers each. The first may be SELF_ASKED.
+    """The user's turns of a conversation; the model answers each.
 
-    Example: Conversation(turns=("What is 3 times 4?", "Are you sure? Explain why."))
+    Example: Conversation(turns=("What is 3", "Are you sure? Explain why."), is_begun=True)
     """
 
     turns: tuple[str, ...]
+    is_begun: bool
+    """The model completes the first turn."""
 
 
 class Function(NamedTuple):
@@ -68,26 +71,23 @@ class Kinds(NamedTuple):
 
 
 def make_questions(count: int, seed: int) -> list[Conversation]:
-    """Draw conversations: every second one the model's own, the others of every kind equally often, few of them twice.
-
-    Every third conversation has a second turn.
-    """
+    """Draw conversations of every kind equally often, few complete questions twice. One in three has a second turn."""
     kinds, rng = read_kinds(), random.Random(seed)
     material, templates = read_material(kinds.words), list(kinds.first.values())
     conversations, seen = [], set()
     for number in range(count):
-        turns = [SELF_ASKED]
+        is_begun = number % 2 == 1
         for _ in range(MOST_DRAWS):
             fields = _fields(material, rng)
-            if number % 2:
-                break
             turns = [_fill(rng.choice(templates[number // 2 % len(templates)]), fields)]
-            if turns[0] not in seen:
+            if is_begun or turns[0] not in seen:
                 break
+        if is_begun:
+            turns = [" ".join(turns[0].split()[: rng.randint(0, MOST_BEGUN_WORDS)])]
         seen.add(turns[0])
         if rng.random() < 1 / 3:
             turns.append(_fill(rng.choice(kinds.follow_up), fields))
-        conversations.append(Conversation(tuple(turns)))
+        conversations.append(Conversation(tuple(turns), is_begun))
     return conversations
 
 
@@ -148,11 +148,12 @@ def _functions() -> list[Function]:
     found: dict[str, Function] = {}
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text = file.read_text(encoding="utf-8", errors="replace")
+        lines = text.split("\n")
         for node in ast.walk(ast.parse(text)):
             if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
                 continue
-            doc, code = ast.get_docstring(node) or "", ast.get_source_segment(text, node) or ""
-            first = doc.split("\n\n")[0].replace("\n", " ")
+            code = "\n".join(lines[node.lineno - 1 : node.end_lineno]).lstrip()
+            first = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ")
             if 30 < len(first) < 300 and len(code) < 900:
                 found[node.name] = Function(node.name, first, code)
     return list(found.values())
