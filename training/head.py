@@ -181,8 +181,8 @@ def cut_torn_line(file: Path) -> None:
 
 def read_lines(folder: Path) -> list[dict]:
     """Read the complete lines of all answers; a question that was dropped has no prompt and no answer."""
-    lines = [line for file in sorted(folder.glob("answers-*.jsonl")) for line in file.open() if line.endswith("\n")]
-    return [json.loads(line) for line in lines]
+    texts = (file.read_text() for file in sorted(folder.glob("answers-*.jsonl")))
+    return [json.loads(line) for text in texts for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 # -- training --------------------------------------------------------------------------------------------------------
