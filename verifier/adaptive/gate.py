@@ -3,7 +3,7 @@
 Drafting is on while its forecast is better than that of plain decoding. While it is off, nothing measures its cost, so
 up to eight steps in a row probe it: one tree tells little. From the first step of one probe to that of the next so many
 steps pass, 16 to 512, that the time which the probe lost is 0.3 % of theirs. A probe that has lost three plain steps
-ends, so at worst they lose 0.6 %. Feeding the drafter what it has missed alone takes up to one and a half of the three.
+ends (0.6 % of 512). Feeding the drafter what it has missed alone takes up to one and a half of the three.
 Plain decoding needs no probes, because steps with trees measure the target as well.
 """
 

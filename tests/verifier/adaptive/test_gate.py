@@ -46,14 +46,14 @@ def test_a_probe_that_loses_too_much_ends():
 
 def test_feeding_what_the_drafter_missed_does_not_end_a_probe():
     """In SmolLM2's first probes it cost up to 1.4 plain steps, and trees that do not pay 0.5; one tree tells little."""
-    gate, num_probes = SpeculationGate(), 0
-    while num_probes < 4:
+    gate, probes = SpeculationGate(), []
+    for number in range(200):
         if not gate.begin_step(num_decoding=1):
-            gate.weigh(advantage=0.95 if gate.is_on else 1.02, num_decoding=1)
+            gate.weigh(advantage=0.9, num_decoding=1)
         if gate.is_probe:
-            gate.observe_probe(1.4 if num_probes == 0 else 0.5)
-            num_probes += 1
-    assert gate.is_probe
+            gate.observe_probe(0.5 if probes else 1.4)
+            probes.append(number)
+    assert probes == list(range(probes[0], probes[0] + 5))
 
 
 def test_a_probe_ends_when_drafting_comes_on():
