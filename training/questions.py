@@ -4,8 +4,8 @@ make_questions(count, seed) -> list[Conversation]      the same ones for the sam
 
 Their kinds are in `questions.toml`. They are filled from word lists (wonderwords), facts (randfacts), descriptions
 of installed packages and docstrings of the standard library; the licences are in `SOURCES`. No question of a benchmark
-is among them. Every second question is only begun: the model that is asked completes it, so that it speaks of what its
-own training data spoke of, in more ways than when it begins by itself.
+is among them. Every second question is only begun, and the target completes it. Such questions resemble what the target
+was trained on, and are more varied than those that it makes up alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SOURCES = {
 WORD_LISTS = ("noun", "adjective", "verb")
 """Of wonderwords."""
 MOST_BEGUN_WORDS = 6
-"""Of a question that the model completes."""
+"""The target completes a question after at most so many words."""
 MOST_DRAWS = 20
 """Of a question that was asked before, because some kinds have few."""
 
