@@ -1,6 +1,6 @@
 """The layers of a decoder with tensor parallelism: attention, MLP and LM head.
 
-    TensorParallel(rank, size, group); SINGLE
+    TensorParallel(rank, size, group, through_peers); SINGLE
     HeadSplit.of(num_heads, num_kv_heads, tp)
     Attention.load(...)(x_ND, rotation, plan, kv, layer) -> [N, D]     Mlp.load(...)(x_ND) -> [N, D]
     VocabHead.load(...)(x_ND) -> [N, W] float32 shard                  gather_vocab(shard_NW, tp, vocab_size) -> [N, V]
@@ -13,6 +13,7 @@ hold its input columns and are followed by one all-reduce. With size 1 no collec
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,17 +27,29 @@ from workers.models.checkpoint import Weights
 from workers.models.rope import Rotation
 
 
+class SumInPlace(Protocol):
+    """A faster all-reduce for some sums."""
+
+    def sum_(self, x: Tensor) -> bool:
+        """Sum over the ranks in place, or return False, on every rank alike, if `x` is not for it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """A rank's position among the `size` ranks of one model, and their process group."""
+    """A rank's position among the `size` ranks of one model, and what connects them.
+
+    through_peers: takes the sums that it can (`workers.comm.peer_memory`); the process group takes the others.
+    """
 
     rank: int
     size: int
     group: dist.ProcessGroup | None = None
+    through_peers: SumInPlace | None = None
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         """Sum over the ranks in place."""
-        if self.size > 1:
+        if self.size > 1 and not (self.through_peers is not None and self.through_peers.sum_(x)):
             dist.all_reduce(x, group=self.group)
         return x
 

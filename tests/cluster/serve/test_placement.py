@@ -226,6 +226,14 @@ def test_kernels_and_graphs_are_carried_over_and_triton_needs_cuda() -> None:
         engine_config(args(device="cpu", kernels="triton"))
 
 
+def test_sums_through_peer_memory_need_several_gpus_and_triton() -> None:
+    two = args(device="cuda", tensor_parallel_size=2, custom_all_reduce=True)
+    assert engine_config(two).custom_all_reduce and not engine_config(args()).custom_all_reduce
+    for unfit in ({"device": "cpu"}, {"tensor_parallel_size": 1}, {"kernels": "torch"}):
+        with pytest.raises(ConfigError, match="custom_all_reduce: needs device 'cuda', Triton kernels and a"):
+            engine_config(two.model_copy(update=unfit))
+
+
 def test_max_model_len_defaults_to_the_model_s_and_may_not_exceed_it() -> None:
     limit = engine_config(args()).max_model_len
     assert engine_config(args(max_model_len=100)).max_model_len == 100
