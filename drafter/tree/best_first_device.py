@@ -146,11 +146,17 @@ class GrowingRows(Protocol):
     """Trees whose rows never move; see `drafter.tree.device_rows`."""
 
     nodes: NodeTensors
-    pruned_BD: Tensor
-    """int64: the nodes of depth 1 .. D that thresholds kept out."""
+
+    @property
+    def pruned_BD(self) -> Tensor | None:
+        """int64: the nodes of depth 1 .. D that thresholds kept out, once all levels are placed; None = not counted."""
+        ...
 
     def place(self, candidates: Candidates, depth: int) -> RowInputs:
-        """Add children of the nodes of this depth; return what the draft model reads at all rows but the roots."""
+        """Add children of the nodes of this depth; return what the draft model reads at all rows but the roots.
+
+        The next level may overwrite the result, and the nodes' tensors.
+        """
         ...
 
 
@@ -228,7 +234,7 @@ class Levels(Protocol):
 
     @property
     def pruned_BD(self) -> Tensor | None:
-        """See `GrowingRows`; None = not counted."""
+        """See `GrowingRows`."""
         ...
 
     def add(self, logits_BFV: Tensor, depth: int) -> RowInputs:

@@ -6,6 +6,7 @@
 
 The trees are those of `drafter.tree.budgeted`, which grows them on the host. Unlike in best-first growth, rows never
 move: a level only fills further ones. Nothing is read on the host, so that a CUDA graph can hold a whole growth.
+`drafter.tree.triton_rows` has the Triton kernels, one a level where torch launches dozens.
 
 Legend: B requests, N nodes of a tree, R = 1 + N rows, M rows of a level, F rows that are scored (the root, then all
 rows but the root), K children, C = F K candidates, J nodes of a typical subtree, X = K J of all children, D levels.
@@ -40,7 +41,6 @@ class _Level(NamedTuple):
 
     first: int
     stop: int
-    source_M: Tensor  # int64, each row's place among the candidates of the level before
     old_parent_N: Tensor  # int64, the parents of the rows that are filled by then, 0 for the others
 
 
@@ -51,23 +51,24 @@ class StaticShape:
         num_children = 1 + max(path[-1] for path in paths)
         row_of = {(): 0} | {path: 1 + i for i, path in enumerate(paths)}
         parents = [0, *(row_of[path[:-1]] for path in paths)]
-        masks = [1]
-        for row in range(1, len(parents)):
+        masks, sources = [1], [0]
+        for row, path in enumerate(paths, 1):
             masks.append(masks[parents[row]] | 1 << row)
+            sources.append(max(parents[row] - 1, 0) * num_children + path[-1])
 
-        def on_device(values: Sequence[int]) -> Tensor:
+        def on_device(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
-        self.parent_R, self.depth_R = on_device(parents), on_device([0, *map(len, paths)])
-        self.ancestors_R = on_device([mask - (1 << 64) if mask >> 63 else mask for mask in masks])
+        depths, masks = [0, *map(len, paths)], [mask - (1 << 64) if mask >> 63 else mask for mask in masks]
+        # source: each row's place among the candidates of the level before
+        self.rows_4R = on_device([parents, depths, masks, sources])
+        self.parent_R, self.depth_R, self.ancestors_R, self.source_R = self.rows_4R.unbind(0)
         self.row_R = on_device(range(len(parents)))
         self.levels: list[_Level] = []
         for depth in range(len(paths[-1])):
             rows = [row_of[path] for path in paths if len(path) == depth + 1]
-            scored = [max(parents[row] - 1, 0) for row in rows]
-            source = [at * num_children + paths[row - 1][-1] for at, row in zip(scored, rows, strict=True)]
             filled = [parent if row <= rows[-1] else 0 for row, parent in enumerate(parents)]
-            self.levels.append(_Level(rows[0], rows[-1] + 1, on_device(source), on_device(filled[1:])))
+            self.levels.append(_Level(rows[0], rows[-1] + 1, on_device(filled[1:])))
 
     def start(self, parameters: RowParameters) -> GrowingRows:
         """See `DeviceShape`."""
@@ -77,12 +78,13 @@ class StaticShape:
 class _StaticRows:
     """A node is in a tree if its row is among the first `num_nodes` and it is a candidate of a parent that is."""
 
+    pruned_BD = None
+
     def __init__(self, shape: StaticShape, parameters: RowParameters) -> None:
         self._shape = shape
         self._num_nodes_B1 = parameters.num_nodes_B[:, None]
         size = len(parameters.token_B), len(shape.row_R)
         self._position_BN = parameters.position_B.long()[:, None] + shape.depth_R[1:]
-        self.pruned_BD = shape.row_R.new_zeros(size[0], len(shape.levels))
         # Rows that are not filled yet have weight 0, and the parents and depths that they will have.
         self.nodes = _roots(parameters.token_B, shape.row_R)._replace(
             parent=shape.parent_R.expand(size).contiguous(), depth=shape.depth_R.expand(size).contiguous()
@@ -91,7 +93,8 @@ class _StaticRows:
     def place(self, candidates: Candidates, depth: int) -> RowInputs:
         """See `GrowingRows`."""
         shape, nodes = self._shape, self.nodes
-        first, stop, source_M, old_parent_N = shape.levels[depth]
+        first, stop, old_parent_N = shape.levels[depth]
+        source_M = shape.source_R[first:stop]
         nodes.token[:, first:stop] = candidates.token[:, source_M]
         nodes.path_prob[:, first:stop] = candidates.path_prob[:, source_M]
         nodes.column[:, first:stop] = candidates.column[:, source_M]

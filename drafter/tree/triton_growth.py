@@ -7,6 +7,8 @@ Three launches a level replace about eighty, and a fourth collects the features 
     _keep_best          a program per request: ranks tree and children, keeps the best, renumbers their rows
     _gather_features    a program per row: the feature of its parent, wherever the parent's row was
 
+Trees that do not grow best-first have another third step (`drafter.tree.triton_rows`).
+
 With truncation or penalties, `_penalize` and `_mask_min_p` edit the logits first, a program per row and block.
 
 Ranks are counted, not sorted: a candidate's rank is the number of better ones, which needs no memory between threads.
@@ -22,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from drafter.tree import triton_rows
 from drafter.tree.best_first_device import Candidates, GrowInputs, NodeTensors, RowInputs, StaticOptions
 from workers.kernels.triton_sampling import _log
 
@@ -35,8 +38,8 @@ class TritonLevels:
     def __init__(self, inputs: GrowInputs, options: StaticOptions) -> None:
         self._inputs, self._options = inputs, options
         self._num_nodes = options.tree.num_speculative_tokens
-        self._growing = None if options.shape is None else options.shape.start(inputs.parameters)
-        self._nodes = None if self._growing is None else self._growing.nodes
+        self._growing = None if options.shape is None else triton_rows.start(options.shape, inputs.table)
+        self._nodes: NodeTensors | None = None  # the first level's launches read roots from the table
         self._rows: RowInputs | None = None
 
     @property

@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from drafter.tree import triton_growth
+from drafter.tree import triton_growth, triton_rows
 from workers.kernels import (
     triton_all_reduce,
     triton_attention,
@@ -271,13 +272,41 @@ def growth() -> Iterator[Case]:
     )
 
 
+def placement() -> Iterator[Case]:
+    """Yield the kernels that place children whose rows never move, for the service's defaults and for 63 nodes."""
+    double = "*fp64"
+    level = dict(token_ptr=INT64, child_weight_ptr=FLOAT, child_path_prob_ptr=double, column_ptr=INT64)
+    level |= dict(table_ptr=double, shape_ptr=INT64, subtree_ptr=double, state_ptr=INT64, weight_ptr=FLOAT)
+    level |= dict(path_prob_ptr=double, rows_ptr=INT64, pruned_ptr=INT64)
+    for rows, is_first in product((32, 64), (False, True)):
+        of_first = " of the first level" if is_first else ""
+        yield Case(
+            name=f"tree: place static{of_first}, {rows} rows",
+            kernel=triton_rows._place_static,
+            constants=dict(IS_FIRST=is_first, ROWS=rows),
+            types=level,
+        )
+        yield Case(
+            name=f"tree: place budgeted{of_first}, {rows} rows",
+            kernel=triton_rows._place_budgeted,
+            constants=dict(IS_FIRST=is_first, ROWS=rows, SCORED=1 if is_first else {32: 16, 64: 64}[rows], CHILDREN=8),
+            types=level,
+        )
+    yield Case(
+        name="tree: place budgeted, one child",
+        kernel=triton_rows._place_budgeted,
+        constants=dict(IS_FIRST=True, ROWS=2, SCORED=1, CHILDREN=1),
+        types=level,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--archs", type=int, nargs="+", default=[90], choices=list(SHARED_BYTES))
     parser.add_argument("--json", action="store_true", help="one JSON list of rows")
     options = parser.parse_args()
     rows = []
-    for case in (*cases(), *growth()):
+    for case in (*cases(), *growth(), *placement()):
         for arch in options.archs:
             rows.append(asdict(compile_case(case, arch)))
             if not options.json:

@@ -5,13 +5,15 @@ The kernels themselves are tested elsewhere; these functions, named like them, r
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafter.tree import best_first_device
-from drafter.tree.best_first_device import NodeTensors, RowParameters
+from drafter.tree.best_first_device import Candidates, NodeTensors, RowParameters
+from drafter.tree.device_rows import _BudgetedRows
 from drafter.tree.score import TopChildren
 from workers.sampling.logits_processors import penalize
 from workers.sampling.philox import gumbel
@@ -217,6 +219,48 @@ def _gather_features(roots: Tensor, hidden: Tensor, old_parent: Tensor, out: Ten
     out.copy_(both.gather(1, old_parent[:, :, None].expand(-1, -1, out.shape[2])))
 
 
+def _place_static(
+    token: Tensor, child_weight: Tensor, child_path_prob: Tensor, column: Tensor, table: Tensor, shape: Tensor,
+    state: Tensor, weight: Tensor, path_prob: Tensor, rows: Tensor, table_width: int, num_requests: int,
+    num_nodes: int, num_children: int, depth: int, *, IS_FIRST: bool, **_: Any,
+) -> None:  # fmt: skip
+    parameters = RowParameters(*table.unbind(1))
+    parent, row_depth, ancestors, source = shape
+    if IS_FIRST:
+        for place in (state[0], state[3], weight, path_prob):
+            place.zero_()
+        state[0, :, 0], weight[:, 0], path_prob[:, 0] = parameters.token_B, 1, 1
+        state[1], state[2], rows[0], rows[3] = parent, row_depth, 0, 0
+        rows[1], rows[2] = parameters.position_B[:, None] + row_depth[1:], ancestors[1:]
+    (new,) = (row_depth == depth + 1).nonzero(as_tuple=True)
+    at = source[new]
+    state[0][:, new], state[3][:, new] = token[:, at], column[:, at]
+    weight[:, new] = child_weight[:, at] * (new <= parameters.num_nodes_B[:, None])
+    path_prob[:, new] = child_path_prob[:, at]
+    rows[0][:, new - 1], rows[3][:, new - 1] = token[:, at], parent[new]
+
+
+def _place_budgeted(
+    token: Tensor, child_weight: Tensor, child_path_prob: Tensor, column: Tensor, table: Tensor, subtree: Tensor,
+    state: Tensor, weight: Tensor, path_prob: Tensor, rows: Tensor, pruned: Tensor, table_width: int,
+    num_requests: int, num_nodes: int, num_scored: int, k: int, num_levels: int, depth: int,
+    *, IS_FIRST: bool, **_: Any,
+) -> None:  # fmt: skip
+    shape = SimpleNamespace(subtree_DJ=subtree, row_R=torch.arange(1 + num_nodes))
+    placed = _BudgetedRows(shape, RowParameters(*table.unbind(1)))  # type: ignore[arg-type]
+    if not IS_FIRST:
+        placed.nodes = NodeTensors(*state[:3], weight, path_prob, state[3])
+        placed._ancestors_BR, placed._budget_BR = state[4], state[5]
+        placed._count_B1 = 1 + (state[2] > 0).sum(1, keepdim=True)
+    inputs = placed.place(Candidates(token, child_weight, child_path_prob, column), depth)
+    nodes = placed.nodes
+    new = (*nodes[:3], nodes.column, placed._ancestors_BR, placed._budget_BR)
+    for place, value in zip((*state, weight, path_prob), (*new, nodes.weight, nodes.path_prob), strict=True):
+        place.copy_(value)
+    rows.copy_(torch.stack(inputs))
+    pruned[:, depth] = placed.pruned_BD[:, depth]
+
+
 TWINS = {
     twin.__name__: twin
     for twin in (
@@ -234,6 +278,8 @@ TWINS = {
         _best_of_block,
         _score_children,
         _keep_best,
+        _place_static,
+        _place_budgeted,
         _gather_features,
     )
 } | dict.fromkeys(("_groups", "_bound", "_list"), _nothing)

@@ -544,4 +544,4 @@ def test_growth_does_not_synchronize_with_the_host(tree: TreeConfig) -> None:
     config = replace(CONFIG, draft=replace(CONFIG.draft, tree=tree))
     tree_graphs = TreeGraphs(run, torch.clone, Plan, example_1V, vocab, kernels, config, is_captured=False)
     for (num_requests, *_), grow_all in tree_graphs._grow.items():
-        assert grow_all().shape == (num_requests, 5 * (1 + NODES) + (0 if tree.prune.auto else DEPTH))
+        assert grow_all().shape == (num_requests, 5 * (1 + NODES) + (DEPTH if tree is BUDGETED else 0))
