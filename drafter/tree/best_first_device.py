@@ -200,21 +200,6 @@ class GrowInputs:
         """Return the parameters of a level that scores this many rows of each request: 1 or N."""
         return self._root_scoring if num_rows == 1 else self._scoring
 
-    def cuts(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Return top-k int32 and top-p float32 of such a level's rows; greedy ones have none."""
-        return self._root_cuts if num_rows == 1 else self._cuts
-
-    @cached_property
-    def _root_cuts(self) -> tuple[Tensor, Tensor]:
-        params = self._root_scoring.params
-        is_hot_B = params.temperature_B > 0
-        return torch.where(is_hot_B, params.top_k_B, 0), torch.where(is_hot_B, params.top_p_B, 1.0)
-
-    @cached_property
-    def _cuts(self) -> tuple[Tensor, Tensor]:
-        top_k_B, top_p_B = self._root_cuts
-        return top_k_B.repeat_interleave(self.num_nodes), top_p_B.repeat_interleave(self.num_nodes)
-
     @cached_property
     def _root_scoring(self) -> ScoringParameters:
         return self.parameters.scoring(1)

@@ -126,36 +126,41 @@ class TritonLevels:
 
     def _processed(self, logits_BFV: Tensor, splits: int) -> tuple[Tensor, Tensor]:
         """Return the logits after penalties, temperature and min-p, and the threshold of top-k and top-p [B F]."""
-        inputs, options = self._inputs, self._options
+        inputs, options, device = self._inputs, self._options, logits_BFV.device
         B, F, V = logits_BFV.shape
         table, count_BV, rows = inputs.table, inputs.count_BV, self._rows
         assert logits_BFV.is_contiguous() and count_BV.stride(1) == 1
-        x_FV = torch.empty(B * F, V, dtype=torch.float32, device=logits_BFV.device)
-        maxima = torch.empty(B * F, splits, dtype=torch.float32, device=logits_BFV.device)
+        x_FV = torch.empty(B * F, V, dtype=torch.float32, device=device)
+        maxima = torch.empty(B * F, splits, dtype=torch.float32, device=device)
+        top_k_F = torch.empty(B * F, dtype=torch.int32, device=device)
+        top_p_F = torch.empty(B * F, dtype=torch.float32, device=device)
         _penalize[(B * F, splits)](
             logits_BFV, count_BV, table if rows is None else rows.ancestors,
-            table if self._nodes is None else self._nodes.column, table, x_FV, maxima,
+            table if self._nodes is None else self._nodes.column, table, x_FV, maxima, top_k_F, top_p_F,
             V, count_BV.stride(0), table.shape[1], F, self._num_nodes, splits,
             HAS_PENALTIES=options.has_penalties, IS_FIRST=rows is None, BLOCK=_BLOCK,
         )  # fmt: skip
         _mask_min_p[(B * F, splits)](
             x_FV, maxima, table, V, table.shape[1], F, splits, BLOCK=_BLOCK, SPLITS=triton.next_power_of_2(splits)
         )
-        return x_FV.view(B, F, V), options.kernels.truncation_threshold(x_FV, *inputs.cuts(F))
+        return x_FV.view(B, F, V), options.kernels.truncation_threshold(x_FV, top_k_F, top_p_F)
 
 
 # The columns of the table of `RowParameters`.
 _TOKEN, _BASE, _HAS_NOISE, _NUM_NODES, _MAX_DEPTH, _MIN_PROB, _PATH_PROB, _TEMPERATURE = map(tl.constexpr, range(8))
-_MIN_P, _TAU, _REPETITION, _FREQUENCY, _PRESENCE = map(tl.constexpr, range(10, 15))
+_TOP_K, _TOP_P, _MIN_P, _TAU, _REPETITION, _FREQUENCY, _PRESENCE = map(tl.constexpr, range(8, 15))
 
 
 @triton.jit(do_not_specialize=["num_columns", "num_scored", "num_nodes", "num_splits"])
 def _penalize(
-    logits_ptr, count_ptr, ancestors_ptr, node_column_ptr, table_ptr, out_ptr, maxima_ptr,
+    logits_ptr, count_ptr, ancestors_ptr, node_column_ptr, table_ptr, out_ptr, maxima_ptr, top_k_ptr, top_p_ptr,
     num_columns, count_stride, table_width, num_scored, num_nodes, num_splits,
     HAS_PENALTIES: tl.constexpr, IS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Penalties along each row's own path (`workers.sampling.logits_processors`), then temperature."""
+    """Penalties along each row's own path (`workers.sampling.logits_processors`), then temperature.
+
+    Also stores the row's top-k and top-p. Greedy rows have none.
+    """
     row, split = tl.program_id(0), tl.program_id(1)
     request = row // num_scored
     table_ptr += request * table_width
@@ -179,7 +184,11 @@ def _penalize(
         x = repeated - tl.load(table_ptr + _FREQUENCY).to(tl.float32) * count
         x = x - tl.load(table_ptr + _PRESENCE).to(tl.float32) * (count > 0.0).to(tl.float32)
     temperature = tl.load(table_ptr + _TEMPERATURE).to(tl.float32)
-    x = tl.div_rn(x, tl.where(temperature > 0.0, temperature, 1.0) + tl.zeros([BLOCK], tl.float32))
+    is_hot = temperature > 0.0
+    x = tl.div_rn(x, tl.where(is_hot, temperature, 1.0) + tl.zeros([BLOCK], tl.float32))
+    if split == 0:
+        tl.store(top_k_ptr + row, tl.where(is_hot, tl.load(table_ptr + _TOP_K).to(tl.int32), 0))
+        tl.store(top_p_ptr + row, tl.where(is_hot, tl.load(table_ptr + _TOP_P).to(tl.float32), 1.0))
     tl.store(out_ptr + place, x, mask=is_column)
     tl.store(maxima_ptr + row * num_splits + split, tl.max(tl.where(is_column, x, float("-inf")), 0))
 

@@ -230,7 +230,7 @@ def growth() -> Iterator[Case]:
         name="tree: penalize",
         kernel=triton_growth._penalize,
         constants=dict(HAS_PENALTIES=True, IS_FIRST=False, BLOCK=2048),
-        types=edits | dict(out_ptr=FLOAT, maxima_ptr=FLOAT),
+        types=edits | dict(out_ptr=FLOAT, maxima_ptr=FLOAT, top_k_ptr="*i32", top_p_ptr=FLOAT),
     )
     yield Case(
         name="tree: mask min-p",

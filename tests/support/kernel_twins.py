@@ -112,6 +112,7 @@ def _copy(words: Tensor, source: Tensor, target: Tensor, *_: Any, **__: Any) -> 
 
 def _penalize(
     logits: Tensor, count: Tensor, ancestors: Tensor, columns: Tensor, table: Tensor, out: Tensor, maxima: Tensor,
+    top_k: Tensor, top_p: Tensor,
     num_columns: int, count_stride: int, table_width: int, num_scored: int, num_nodes: int, num_splits: int,
     *, HAS_PENALTIES: bool, IS_FIRST: bool, **_: Any,
 ) -> None:  # fmt: skip
@@ -124,8 +125,11 @@ def _penalize(
             on_path.scatter_add_(1, columns[:, 1:].repeat_interleave(num_scored, dim=0), bits)
         penalties = (each.float()[:, None] for each in (own.repetition_B, own.frequency_B, own.presence_B))
         x = penalize(x, count.repeat_interleave(num_scored, dim=0), on_path, *penalties)
-    out.copy_(x / torch.where(own.temperature_B > 0, own.temperature_B, 1.0).float()[:, None])
+    is_hot = own.temperature_B > 0
+    out.copy_(x / torch.where(is_hot, own.temperature_B, 1.0).float()[:, None])
     maxima[:, 0].copy_(out.amax(1))
+    top_k.copy_(torch.where(is_hot, own.top_k_B, 0))
+    top_p.copy_(torch.where(is_hot, own.top_p_B, 1.0))
 
 
 def _mask_min_p(

@@ -43,7 +43,9 @@ BATCHES = {
     "cold": [PLAIN | dict(temperature=0, tau=0.45)],
     "fewer nodes": [NOISY | dict(num_nodes=1), PLAIN | dict(num_nodes=4, max_depth=1), NOISY | dict(max_depth=2)],
     "thresholds": [PLAIN | dict(min_prob=0.35), NOISY | dict(path_prob=0.2), PLAIN | dict(min_prob=1.0)],
-    "truncated": [NOISY | dict(top_k=4), PLAIN | dict(top_p=0.6), NOISY | dict(min_p=0.3)],
+    "truncated": [
+        NOISY | dict(top_k=4), PLAIN | dict(top_p=0.6), NOISY | dict(min_p=0.3), PLAIN | dict(temperature=0, top_k=1)
+    ],
     "penalized": [PLAIN | dict(repetition=1.5, presence=0.4), NOISY | dict(frequency=1.0), PLAIN],
 }  # fmt: skip
 
