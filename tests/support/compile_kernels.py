@@ -30,6 +30,7 @@ from workers.kernels import (
     triton_all_reduce,
     triton_attention,
     triton_copy,
+    triton_linear,
     triton_sampling,
     triton_truncation,
 )
@@ -42,13 +43,19 @@ _TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdum
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A kernel and its arguments. types: of the arguments that are not 32-bit integers."""
+    """A kernel and its arguments.
+
+    types: of the arguments that are not 32-bit integers. aligned: numbers that are multiples of 16, beside the strides.
+    """
 
     name: str
     kernel: Any
     constants: dict[str, Any]
     types: dict[str, str]
     num_warps: int = 4
+    num_stages: int = 2
+    least_arch: int = 80
+    aligned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +79,10 @@ def compile_case(case: Case, arch: int) -> Resources:
     kernel, constants, names = case.kernel, case.constants, case.kernel.arg_names
     signature = {name: "constexpr" if name in constants else case.types.get(name, "i32") for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
-    aligned = [name for name in names if name.endswith(("_ptr", "_stride")) and name not in constants]
+    aligned = [name for name in names if name.endswith(("_ptr", "_stride", *case.aligned)) and name not in constants]
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attrs)
-    options = {"num_warps": case.num_warps, "num_stages": 2}
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     assert compiled.metadata.shared <= SHARED_BYTES[arch], case
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -185,6 +192,7 @@ def cases() -> Iterator[Case]:
             name=f"top of row, {splits} blocks", kernel=triton_sampling._top_of_row, constants=constants, types=top
         )
     yield from cuts()
+    yield from products()
 
 
 def cuts() -> Iterator[Case]:
@@ -219,6 +227,31 @@ def cuts() -> Iterator[Case]:
         constants=dict(LISTED=cut._LISTED, BLOCK=cut._ROW_BLOCK),
         types=types,
         num_warps=cut._warps(cut._LISTED),
+    )
+
+
+def products() -> Iterator[Case]:
+    """Yield the products with 8-bit weights; a device of capability 8.0 has no such weights."""
+    types = dict(x_ptr="*bf16", weight_ptr="*fp8e4nv", scale_ptr=FLOAT, bias_ptr="*bf16")
+    tiles = [(tile, is_whole, False) for tile in triton_linear.TILES for is_whole in (True, False)]
+    for tile, is_whole, is_in_turn in (*tiles, (triton_linear.TILES[-1], True, True)):
+        is_split = tile is not triton_linear.TILES[-1]
+        yield Case(
+            name=f"multiply: {tile.rows} rows{'' if is_whole else ', odd columns'}{', splits in turn' * is_in_turn}",
+            kernel=triton_linear._multiply,
+            constants=dict(ROWS=tile.rows, OUTPUTS=tile.outputs, COLUMNS=128, TILES_PER_BLOCK=1, IS_WHOLE=is_whole)
+            | dict(IS_IN_TURN=is_in_turn, HAS_BIAS=not is_split, IS_INTERPRETED=False),
+            types=types | dict(out_ptr=FLOAT if is_split else "*bf16"),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            least_arch=89,
+            aligned=("num_outputs", "num_inputs"),
+        )
+    yield Case(
+        name="multiply: add 4 splits",
+        kernel=triton_linear._add_splits,
+        constants=dict(SPLITS=4, BLOCK=1024, HAS_BIAS=True, IS_INTERPRETED=False),
+        types=dict(partial_ptr=FLOAT, bias_ptr="*bf16", out_ptr="*bf16"),
     )
 
 
@@ -307,7 +340,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for case in (*cases(), *growth(), *placement()):
-        for arch in options.archs:
+        for arch in (arch for arch in options.archs if arch >= case.least_arch):
             rows.append(asdict(compile_case(case, arch)))
             if not options.json:
                 print(*rows[-1].values(), sep="  ", flush=True)

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.tree import best_first_device
 from drafter.tree.best_first_device import Candidates, NodeTensors, RowParameters
 from drafter.tree.device_rows import _BudgetedRows
 from drafter.tree.score import TopChildren
+from workers.kernels.block_scaled import BlockScaled
 from workers.sampling.logits_processors import penalize
 from workers.sampling.philox import gumbel
 
@@ -53,6 +55,22 @@ def _attend(
 
 def _combine(partial: Tensor, lse: Tensor, out: Tensor, *_: Any, **__: Any) -> None:
     out.copy_((partial * (lse * torch.log(torch.tensor(2.0))).softmax(0).nan_to_num(0)[..., None]).sum(0))
+
+
+def _multiply(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, out: Tensor, num_rows: int, num_outputs: int,
+    num_inputs: int, x_stride: int, tiles_each: int, in_turn: int,
+    *_: Any, COLUMNS: int, TILES_PER_BLOCK: int, HAS_BIAS: bool, **__: Any,
+) -> None:  # fmt: skip
+    whole = BlockScaled(weight, scale, COLUMNS * TILES_PER_BLOCK, x.dtype).dequantized()
+    if out.dim() == 2:
+        out.copy_(F.linear(x, whole, bias if HAS_BIAS else None))  # to the bit as with a dequantized weight
+    else:
+        out.zero_()[0].copy_(F.linear(x.float(), whole.float()))
+
+
+def _add_splits(partial: Tensor, bias: Tensor, out: Tensor, *_: Any, HAS_BIAS: bool, **__: Any) -> None:
+    out.copy_(partial.sum(0) + bias if HAS_BIAS else partial.sum(0))
 
 
 def _draw(
@@ -270,6 +288,8 @@ TWINS = {
     for twin in (
         _attend,
         _combine,
+        _multiply,
+        _add_splits,
         _draw,
         _choose,
         _fill,

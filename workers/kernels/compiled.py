@@ -16,9 +16,11 @@ import torch._inductor.config
 from workers.kernels import pointwise
 from workers.kernels.fused import (
     NAME,
+    block_scaled_linear,
     copy_slots,
     coupled_argmax,
     gumbel,
+    keeps_float8,
     plan,
     top_k,
     tree_attention,
@@ -28,10 +30,12 @@ from workers.kernels.fused import (
 __all__ = [
     "NAME",
     "add_rms_norm",
+    "block_scaled_linear",
     "copy_slots",
     "coupled_argmax",
     "gumbel",
     "head_input",
+    "keeps_float8",
     "plan",
     "rms_norm",
     "rotate_",

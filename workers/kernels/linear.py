@@ -1,4 +1,4 @@
-"""Linear layers; on CPU with weights in faster layouts.
+"""Linear layers; on CPU with weights in faster layouts, on CUDA with weights in 8-bit blocks if they are stored so.
 
 Decoding reads every weight for a few rows, so the bytes read and the overhead per call determine the time. Published
 weights are stored in 16 bits, and half precision usually represents them exactly. Such a weight is packed for FBGEMM,
@@ -36,10 +36,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from workers.kernels.block_scaled import BlockScaled
+from workers.kernels.select import TORCH, Kernels
 
 _HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines  # built in, and supported by the CPU
 _HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -51,14 +55,26 @@ _TYPICAL_ROWS = 16  # oneDNN packs for this number of rows; packed for 1 it is h
 # The alternative entry point, torch.ops.quantized.linear_dynamic_fp16, takes 10 us longer per call.
 warnings.filterwarnings("ignore", "fbgemm_.* is deprecated", UserWarning)
 
+_Product = Callable[[Tensor, Any, Tensor | None], Tensor]
+"""(x_NI, weight, bias_O) -> [N, O]"""
+
 
 class Linear:
-    """y = x W^T + b for x [N, I], weight [O, I], bias [O] or None."""
+    """y = x W^T + b for x [N, I], weight [O, I], bias [O] or None.
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
+    weight: a tensor in any layout that its product reads, or 8-bit blocks, which `kernels` multiply.
+    """
+
+    weight: Any
+    _product: _Product
+
+    def __init__(self, weight_OI: Tensor | BlockScaled, bias_O: Tensor | None = None, kernels: Kernels = TORCH) -> None:
         self.shape = weight_OI.shape
         self.bias_O = bias_O
-        self.weight, self._product = _pack(weight_OI)
+        if isinstance(weight_OI, BlockScaled):
+            self.weight, self._product = weight_OI, kernels.block_scaled_linear
+        else:
+            self.weight, self._product = _pack(weight_OI)
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         """Apply the layer."""
@@ -70,9 +86,6 @@ class Linear:
 def bytes_per_weight(weight_OI: Tensor) -> int:
     """Return the bytes that `Linear` keeps of each element of this weight, and reads for every product."""
     return 2 if _is_kept_half(weight_OI) else weight_OI.element_size()
-
-
-_Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def _pack(weight_OI: Tensor) -> tuple[Tensor, _Product]:

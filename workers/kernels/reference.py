@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from workers.kernels.block_scaled import block_scaled_linear, keeps_float8
 from workers.kernels.pointwise import add_rms_norm, head_input, rms_norm, rotate_, rotation, silu_mul
 from workers.kernels.torch_attention import plan, tree_attention
 from workers.sampling.philox import gumbel
@@ -19,10 +20,12 @@ __all__ = [
     "NAME",
     "TopK",
     "add_rms_norm",
+    "block_scaled_linear",
     "copy_slots",
     "coupled_argmax",
     "gumbel",
     "head_input",
+    "keeps_float8",
     "plan",
     "rms_norm",
     "rotate_",

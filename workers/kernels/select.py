@@ -5,7 +5,8 @@
 A kernel set is a module with the functions below: `workers.kernels.reference` in torch, which runs everywhere,
 `workers.kernels.fused` in Triton, and `workers.kernels.compiled`, which is the Triton set with compiled pointwise
 chains. All have the same signatures and semantics.
-Legend: N packed rows, I intermediate width, H heads, L layers, d head width, R rows of logits, V columns of them.
+Legend: N packed rows, I intermediate or input width, O outputs, H heads, L layers, d head width, R rows of logits, V
+columns of them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from workers.kernels import reference
+from workers.kernels.block_scaled import BlockScaled
 from workers.kernels.interpreted import is_interpreted
 from workers.kernels.reference import TopK
 from workers.models.rope import Rotation
@@ -134,6 +136,18 @@ class Kernels(Protocol):
 
     def top_k(self, x_RV: Tensor, k: int, tau_R: Tensor) -> TopK:
         """Return each row's k largest values in descending order, and its log sum exp(x / tau) with tau > 0."""
+        ...
+
+    def keeps_float8(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Return True if weights that are stored in float8 blocks stay so, for `block_scaled_linear` in this dtype."""
+        ...
+
+    def block_scaled_linear(self, x_NI: Tensor, weight: BlockScaled, bias_O: Tensor | None) -> Tensor:
+        """Return x W^T + b, [N, O] in x's dtype, which is the weight's; rows of x may have any stride.
+
+        Every element of the weight is first rounded to that dtype, as when it is dequantized on reading. Sums are in
+        float32. Those of Triton kernels depend on the weight's shape, and not on the number of rows.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

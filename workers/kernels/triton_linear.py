@@ -1,0 +1,169 @@
+"""Products with weights in 8 bits in Triton: the counterpart of `workers.kernels.block_scaled`.
+
+Only the weights are in 8 bits. A program converts a tile of them to float32, multiplies it with the scales of its
+blocks and rounds it to the inputs' dtype, all in registers, which gives the values of the dequantized weight. These
+are multiplied with the inputs on the tensor cores:
+
+    y^T = sum over the K columns of each block of  round(float32(w) * scale) x^T        in float32, then + bias
+
+The product is transposed, because Hopper's tensor cores read their first operand from registers, where the weights
+are; it also lets few rows fill a tile of 16. A sum over all columns is in *splits*, whose sums are added in order. How
+many there are depends on the weight's shape alone. For few rows each split is a program's, or a weight with few outputs
+would not keep a GPU's memory busy, and a second kernel adds them; for many rows one program computes them in turn. So
+what a row gives does not depend on the rows beside it, as far as the tensor cores' sums do not.
+
+Legend: N rows, O outputs, I inputs, B blocks of columns, S splits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from workers.kernels.block_scaled import SPLIT_ROWS, BlockScaled, num_splits, tile_columns
+from workers.kernels.interpreted import is_interpreted
+
+_SUM_BLOCK = 1024
+
+
+class Tile(NamedTuple):
+    """The rows and outputs of a program, and how it is launched."""
+
+    rows: int
+    outputs: int
+    num_warps: int
+    num_stages: int
+
+
+TILES = (Tile(16, 64, 4, 5), Tile(32, 64, 4, 5), Tile(SPLIT_ROWS, 64, 4, 4), Tile(128, 128, 8, 3))
+"""The last one is for any number of rows above the others'."""
+
+
+def keeps_float8(dtype: torch.dtype, device: torch.device) -> bool:
+    """See `workers.kernels.select.Kernels.keeps_float8`. Devices convert float8 from compute capability 8.9 on."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def block_scaled_linear(x_NI: Tensor, weight: BlockScaled, bias_O: Tensor | None) -> Tensor:
+    """See `workers.kernels.select.Kernels.block_scaled_linear`."""
+    num_rows, (num_outputs, num_inputs) = len(x_NI), weight.shape
+    columns = tile_columns(weight.block)
+    assert x_NI.shape[1] == num_inputs and x_NI.dtype == weight.dtype and columns is not None
+    assert weight.values_OI.is_contiguous() and weight.scale_BO.is_contiguous()
+    x_NI = x_NI if x_NI.stride(1) == 1 else x_NI.contiguous()
+    out_NO = x_NI.new_empty(num_rows, num_outputs)
+    if not num_rows:
+        return out_NO
+    tile = next((tile for tile in TILES if num_rows <= tile.rows), TILES[-1])
+    splits, num_tiles = num_splits(num_outputs, num_inputs), triton.cdiv(num_inputs, columns)
+    in_turn = splits if tile is TILES[-1] else 1
+    is_split = in_turn < splits
+    partial_SNO = out_NO.new_empty(splits, num_rows, num_outputs, dtype=torch.float32) if is_split else out_NO
+    grid = (triton.cdiv(num_rows, tile.rows), triton.cdiv(num_outputs, tile.outputs), splits // in_turn)
+    bias_or_any = out_NO if bias_O is None else bias_O
+    _multiply[grid](
+        x_NI, weight.values_OI, weight.scale_BO, bias_or_any, partial_SNO,
+        num_rows, num_outputs, num_inputs, x_NI.stride(0), triton.cdiv(num_tiles, splits), in_turn,
+        ROWS=tile.rows, OUTPUTS=tile.outputs, COLUMNS=columns, TILES_PER_BLOCK=weight.block // columns,
+        IS_WHOLE=num_inputs % columns == 0, IS_IN_TURN=in_turn > 1, HAS_BIAS=bias_O is not None and not is_split,
+        IS_INTERPRETED=is_interpreted(), num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    if is_split:
+        _add_splits[(num_rows, triton.cdiv(num_outputs, _SUM_BLOCK))](
+            partial_SNO, bias_or_any, out_NO, num_rows, num_outputs,
+            SPLITS=splits, BLOCK=_SUM_BLOCK, HAS_BIAS=bias_O is not None, IS_INTERPRETED=is_interpreted(),
+        )  # fmt: skip
+    return out_NO
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """Round float32 to `dtype`, to even. The interpreter would cut off bits of bfloat16, so they are rounded first."""
+    if IS_INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def _sum_of_split(
+    x_ptr, weight_ptr, scale_ptr, first, last, num_outputs, num_inputs,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TILES_PER_BLOCK: tl.constexpr,
+    IS_WHOLE: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Return the sum [OUTPUTS, ROWS] over the tiles first .. last - 1 of columns. Pointers are to columns 0."""
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    column = tl.arange(0, COLUMNS)[None, :]
+    for tile in range(first, last):
+        scale = tl.load(scale_ptr + (tile // TILES_PER_BLOCK) * num_outputs)
+        if IS_WHOLE:
+            weight = tl.load(weight_ptr + tile * COLUMNS + column)
+            x = tl.load(x_ptr + tile * COLUMNS + column)
+        else:
+            is_column = column < num_inputs - tile * COLUMNS
+            weight = tl.load(weight_ptr + tile * COLUMNS + column, mask=is_column, other=0.0)
+            x = tl.load(x_ptr + tile * COLUMNS + column, mask=is_column, other=0.0)
+        weight = _rounded(weight.to(tl.float32) * scale, x.dtype, IS_INTERPRETED)
+        if IS_INTERPRETED:  # its arithmetic in 16 bits is wrong; products of two such numbers are exact in float32
+            weight = weight.to(tl.float32)
+            x = x.to(tl.float32)
+        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+    return total
+
+
+# The number of rows changes from step to step, and each value could compile another kernel.
+@triton.jit(do_not_specialize=["num_rows", "tiles_each", "in_turn"])
+def _multiply(
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr,
+    num_rows, num_outputs, num_inputs, x_stride, tiles_each, in_turn,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TILES_PER_BLOCK: tl.constexpr,
+    IS_WHOLE: tl.constexpr, IS_IN_TURN: tl.constexpr, HAS_BIAS: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    # Beyond the ends the last row and output are read again, which needs no masks, and not stored.
+    own_row = tl.minimum(row, num_rows - 1).to(tl.int64)
+    own_output = tl.minimum(output, num_outputs - 1)
+    x_ptr += own_row[:, None] * x_stride
+    weight_ptr += own_output.to(tl.int64)[:, None] * num_inputs
+    scale_ptr += own_output[:, None]
+    num_tiles = tl.cdiv(num_inputs, COLUMNS)
+    first = tl.program_id(2) * tiles_each
+    total = _sum_of_split(
+        x_ptr, weight_ptr, scale_ptr, first, tl.minimum(first + tiles_each, num_tiles), num_outputs, num_inputs,
+        ROWS, OUTPUTS, COLUMNS, TILES_PER_BLOCK, IS_WHOLE, IS_INTERPRETED,
+    )  # fmt: skip
+    if IS_IN_TURN:
+        for split in range(1, in_turn):
+            first = split * tiles_each
+            total += _sum_of_split(
+                x_ptr, weight_ptr, scale_ptr, first, tl.minimum(first + tiles_each, num_tiles), num_outputs,
+                num_inputs, ROWS, OUTPUTS, COLUMNS, TILES_PER_BLOCK, IS_WHOLE, IS_INTERPRETED,
+            )  # fmt: skip
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + own_output).to(tl.float32)[:, None]
+    place = (tl.program_id(2).to(tl.int64) * num_rows + row[None, :]) * num_outputs + output[:, None]
+    is_own = (row < num_rows)[None, :] & (output < num_outputs)[:, None]
+    tl.store(out_ptr + place, _rounded(total, out_ptr.dtype.element_ty, IS_INTERPRETED), mask=is_own)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_splits(
+    partial_ptr, bias_ptr, out_ptr, num_rows, num_outputs,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_output = output < num_outputs
+    place = tl.program_id(0).to(tl.int64) * num_outputs + output
+    total = tl.load(partial_ptr + place, mask=is_output)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(partial_ptr + split * num_rows.to(tl.int64) * num_outputs + place, mask=is_output)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + output, mask=is_output).to(tl.float32)
+    tl.store(out_ptr + place, _rounded(total, out_ptr.dtype.element_ty, IS_INTERPRETED), mask=is_output)
