@@ -27,7 +27,7 @@ from workers.kernels.select import TORCH, AttentionPlan, Kernels
 from workers.kv_cache import KVPool
 from workers.models.checkpoint import Weights
 from workers.models.decoder import DecoderLayer, is_legacy, load_layer
-from workers.models.layers import SINGLE, TensorParallel, VocabHead, gather_vocab
+from workers.models.layers import SINGLE, TensorParallel, VocabHead, gather_vocab, open_weights
 from workers.models.specs import FcHeadSpec, check_parallel
 
 
@@ -76,7 +76,7 @@ class FcHead(FeatureHead):
         """
         layers = spec.layers
         check_parallel(layers, tp.size)
-        weights, target = Weights(path, dtype, device), Weights(target_path, dtype, device)
+        weights, target = open_weights(path, dtype, device, kernels), Weights(target_path, dtype, device)
         shared = [name_in_target(target, name) for name in ("model.embed_tokens.weight", "lm_head.weight")]
         embedding = _first((weights, f"{spec.prefix}embed_tokens.weight"), (target, shared[0]))
         output = _first((weights, f"{spec.prefix}lm_head.weight"), (target, shared[1]), embedding)

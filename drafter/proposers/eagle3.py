@@ -85,7 +85,7 @@ class Eagle3Head(FeatureHead):
             ValueError: tp.size does not divide the attention heads, or a tensor is missing or unknown.
         """
         check_heads(spec.num_heads, spec.num_kv_heads, tp.size)
-        weights = open_eagle3(path, dtype, device)
+        weights = open_eagle3(path, dtype, device, kernels)
         spec = replace(spec, qk_norm=spec.qk_norm or weights.has("midlayer.self_attn.q_norm.weight"))
         target = Weights(target_path, dtype, device)
         layer = "midlayer."

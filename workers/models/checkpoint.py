@@ -1,6 +1,7 @@
 """Reads a checkpoint's tensors slice by slice.
 
-    Weights(path, dtype=None, device="cpu")
+    Weights(path, dtype=None, device="cpu", keeps_float8=False)
+        .matrix(name, dim=None, rank=0, size=1) -> Tensor or BlockScaled
         .get(name, dim=None, rank=0, size=1) -> Tensor   .get_range(name, dim, start, end)   .has(name)   .names()
         .are_equal(one, other, start, end)             compares rows of two matrices
         .finish(allowed=...)                           raises ValueError for tensors that were not read
@@ -12,6 +13,7 @@ torch is only imported when a checkpoint is opened.
 
 from __future__ import annotations
 
+import logging
 import pickle
 import re
 import struct
@@ -25,6 +27,10 @@ from workers.models.config_json import fp8_block, read_json
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from workers.kernels.block_scaled import BlockScaled
+
+logger = logging.getLogger(__name__)
 
 MTP_PREFIXES = ("mtp.", "model.mtp_layers.")
 """Prefixes of the MTP layers in a target's checkpoint, which the drafter reads (`workers.models.fc_head_format`)."""
@@ -49,13 +55,14 @@ class Weights:
 
     Files are memory-mapped. Only the requested slices are read, cast and moved, one tensor at a time, so a rank never
     holds more than its share plus one tensor. Every returned tensor owns its memory.
-    Tensors quantized in FP8 blocks are dequantized when they are read, so a model takes the memory of `dtype` (in
-    bfloat16 twice the size of its files) and runs at the speed of `dtype`.
+    Tensors quantized in FP8 blocks are dequantized when they are read: they take the memory of `dtype` (in bfloat16
+    twice the size of their files) and are multiplied at its speed. With `keeps_float8`, `matrix` leaves them in 8 bits.
 
     Args:
         path: the checkpoint folder.
         dtype: floating-point tensors are cast to it (None = as stored); integer and boolean tensors are not.
         device: device of the returned tensors.
+        keeps_float8: whether `matrix` may return `BlockScaled`, see `workers.kernels.select.Kernels.keeps_float8`.
         rename: maps stored names to the names used here, for formats that differ by a prefix.
     """
 
@@ -65,6 +72,8 @@ class Weights:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         rename: Callable[[str], str] = str,
+        *,
+        keeps_float8: bool = False,
     ) -> None:
         import torch
         from safetensors import SafetensorError, safe_open
@@ -75,7 +84,11 @@ class Weights:
         self._slices: dict[str, Any] = {}
         self._used: set[str] = set()
         quantization = read_json(self.path / "config.json").get("quantization_config")
-        self._fp8_block = fp8_block(quantization, self.path) if quantization else None
+        self.fp8_block: tuple[int, int] | None = fp8_block(quantization, self.path) if quantization else None
+        """Rows and columns of the blocks of float8 tensors; None: there are none."""
+        self._keeps_float8 = keeps_float8 and self.fp8_block is not None
+        assert dtype is not None or not keeps_float8
+        self._has_told = False
         for file in _weight_files(self.path):
             if file.suffix == ".bin":
                 self._slices.update({rename(name): tensor for name, tensor in _read_pickle(file).items()})
@@ -95,6 +108,15 @@ class Weights:
         scales = {name + FP8_SCALE for name in self._slices}
         return [name for name in self._slices if name not in scales]
 
+    def is_float8(self, name: str) -> bool:
+        """Return True if a tensor is stored in FP8 blocks. Raises ValueError if it is missing."""
+        import torch
+
+        stored = self._find(name)
+        if isinstance(stored, torch.Tensor):
+            return stored.dtype is torch.float8_e4m3fn
+        return bool(stored.get_dtype() == "F8_E4M3")
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the full shape of a tensor. Raises ValueError if it is missing."""
         stored = self._find(name)
@@ -105,6 +127,37 @@ class Weights:
         if dim is None or size == 1:
             return self.get_range(name, 0, 0, None)
         return self.get_range(name, dim, *split(self.shape(name)[dim], rank, size))
+
+    def matrix(self, name: str, dim: int | None = None, rank: int = 0, size: int = 1) -> Tensor | BlockScaled:
+        """Read a matrix like `get`, in 8 bits if it is stored and kept so.
+
+        A part of its columns that begins inside a block is dequantized, because its first block would be narrower.
+        """
+        import torch
+
+        from workers.kernels.block_scaled import BlockScaled, tile_columns
+
+        stored = self._find(name)
+        if not (self._keeps_float8 and self.is_float8(name)):
+            return self.get(name, dim, rank, size)
+        assert self.fp8_block is not None and self.dtype is not None
+        block_rows, block = self.fp8_block
+        spans = [(0, length) for length in self.shape(name)]
+        if dim is not None:
+            spans[dim] = split(self.shape(name)[dim], rank, size)
+        rows, columns = (slice(*span) for span in spans)
+        if columns.start % block or tile_columns(block) is None:
+            if not self._has_told:
+                logger.info("%s: %s is dequantized: blocks of %d columns are cut or too narrow", self.path, name, block)
+                self._has_told = True
+            return self.get(name, dim, rank, size)
+        self._used.add(name)
+        part = stored[rows, columns]
+        values_OI = torch.empty(part.shape, dtype=part.dtype, device=self.device).copy_(part)
+        scale_OB = self._scale(name)[:, columns.start // block : -(-columns.stop // block)]
+        row_O = torch.arange(rows.start, rows.stop, device=self.device) // block_rows
+        scale_BO = scale_OB.t().index_select(1, row_O).contiguous()
+        return BlockScaled(values_OI, scale_BO, block, self.dtype)
 
     def get_range(self, name: str, dim: int, start: int, end: int | None, dtype: torch.dtype | None = None) -> Tensor:
         """Read items start:end along `dim`, in `dtype` (None = self.dtype). Raises ValueError if it is missing."""
@@ -134,16 +187,24 @@ class Weights:
         """
         import torch
 
-        scale_name = name + FP8_SCALE
-        if self._fp8_block is None or scale_name not in self._slices:
-            raise ValueError(f"{self.path}: float8 tensor {name!r} has no block scales {scale_name!r}")
-        scale = self._find(scale_name)[...].to(self.device, torch.float32)
-        self._used.add(scale_name)
+        scale = self._scale(name)
+        assert self.fp8_block is not None
         for axis in range(part.dim()):
-            block = self._fp8_block[axis - part.dim() + 2] if axis >= part.dim() - 2 else 1
+            block = self.fp8_block[axis - part.dim() + 2] if axis >= part.dim() - 2 else 1
             index = torch.arange(first[axis], first[axis] + part.shape[axis], device=self.device) // block
             scale = scale.index_select(axis, index)
         return scale.mul_(part.to(torch.float32))
+
+    def _scale(self, name: str) -> Tensor:
+        """Return the float32 scales of a float8 tensor's blocks. Raises ValueError if it has none."""
+        import torch
+
+        scale_name = name + FP8_SCALE
+        if self.fp8_block is None or scale_name not in self._slices:
+            raise ValueError(f"{self.path}: float8 tensor {name!r} has no block scales {scale_name!r}")
+        self._used.add(scale_name)
+        scale: Tensor = self._find(scale_name)[...].to(self.device, torch.float32)
+        return scale
 
     def are_equal(self, one: str, other: str, start: int, end: int) -> bool:
         """Return True if rows start:end of two stored matrices are equal. Both count as read.

@@ -35,6 +35,7 @@ from workers.models.layers import (
     TensorParallel,
     VocabHead,
     check_shape,
+    open_weights,
     shard_vocab,
 )
 from workers.models.rope import Rope, Rotation
@@ -101,14 +102,14 @@ class Decoder(BaseDecoder):
         """Read this rank's share of a checkpoint folder.
 
         Args:
-            source: the folder, or Weights already opened with the same dtype and device.
+            source: the folder, or Weights already opened for the same dtype, device and kernels.
             tap_layers: capture the residual stream before these layers (0 .. L), for EAGLE-3.
 
         Raises:
             ValueError: tp.size does not fit the heads, a tap is outside the model, or a tensor is missing or unknown.
         """
         check_load(spec, tp, tap_layers)
-        weights = source if isinstance(source, Weights) else Weights(source, dtype, device)
+        weights = source if isinstance(source, Weights) else open_weights(source, dtype, device, kernels)
         for name in (_EMBEDDING, *(() if spec.tie_embeddings and not weights.has(_HEAD) else (_HEAD,))):
             check_shape(weights, name, (spec.vocab_size, spec.hidden_size), "vocab_size and hidden_size")
         embedding_VD = weights.get(_EMBEDDING)

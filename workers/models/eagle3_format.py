@@ -1,7 +1,7 @@
 """EAGLE-3 checkpoints: three published formats, normalized to one `Eagle3Spec` and one set of tensor names.
 
     read_eagle3_spec(path, target) -> Eagle3Spec
-    open_eagle3(path, dtype, device) -> Weights            with SafeAILab's tensor names, for all formats
+    open_eagle3(path, dtype, device, kernels) -> Weights   with SafeAILab's tensor names, for all formats
     load_target_ids(weights, spec) -> int64 [draft_vocab]
     FeatureFusion.load(path, spec, device, dtype)(taps_N3D) -> [N, H]
 
@@ -22,9 +22,11 @@ from torch import Tensor
 
 from workers.kernels.linear import Linear
 from workers.kernels.pointwise import rms_norm
+from workers.kernels.select import TORCH, Kernels
 from workers.models.checkpoint import Weights
 from workers.models.config_json import read_json
 from workers.models.head_layers import check_speculators, layer_config, layer_windows
+from workers.models.layers import open_weights
 from workers.models.rope import rope_spec
 from workers.models.specs import Eagle3Spec, ModelSpec
 
@@ -127,9 +129,11 @@ def canonical_name(name: str) -> str:
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
 
-def open_eagle3(path: Path | str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Weights:
+def open_eagle3(
+    path: Path | str, dtype: torch.dtype, device: torch.device | str = "cpu", kernels: Kernels = TORCH
+) -> Weights:
     """Open a head's tensors under their canonical names."""
-    return Weights(path, dtype, device, rename=canonical_name)
+    return open_weights(path, dtype, device, kernels, canonical_name)
 
 
 def load_target_ids(weights: Weights, spec: Eagle3Spec) -> Tensor:

@@ -1,6 +1,7 @@
 """The layers of a decoder with tensor parallelism: attention, MLP and LM head.
 
     TensorParallel(rank, size, group, through_peers); SINGLE
+    open_weights(path, dtype, device, kernels) -> Weights
     HeadSplit.of(num_heads, num_kv_heads, tp)
     Attention.load(...)(x_ND, rotation, plan, kv, layer) -> [N, D]     Mlp.load(...)(x_ND) -> [N, D]
     VocabHead.load(...)(x_ND) -> [N, W] float32 shard                  gather_vocab(shard_NW, tp, vocab_size) -> [N, V]
@@ -12,7 +13,10 @@ hold its input columns and are followed by one all-reduce. With size 1 no collec
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -20,11 +24,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.kernels.block_scaled import stacked
 from workers.kernels.linear import Linear
 from workers.kernels.select import TORCH, AttentionPlan, Kernels
 from workers.kv_cache import KVPool
 from workers.models.checkpoint import Weights
 from workers.models.rope import Rotation
+
+logger = logging.getLogger(__name__)
 
 
 class SumInPlace(Protocol):
@@ -77,6 +84,22 @@ class HeadSplit:
             kv_rank=tp.rank * parts // tp.size,
             kv_parts=parts,
         )
+
+
+def open_weights(
+    path: Path | str,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    kernels: Kernels,
+    rename: Callable[[str], str] = str,
+) -> Weights:
+    """Open a checkpoint whose matrices stay in float8 if they are stored so and the kernels multiply them."""
+    keeps_float8 = kernels.keeps_float8(dtype, torch.device(device))
+    weights = Weights(path, dtype, device, rename, keeps_float8=keeps_float8)
+    if weights.fp8_block is not None:
+        why = f"dequantized, because {kernels.NAME} kernels do not multiply them with {dtype} on this device"
+        logger.info("%s: FP8 blocks are %s", path, "kept in 8 bits" if keeps_float8 else why)
+    return weights
 
 
 def check_shape(weights: Weights, name: str, expected: tuple[int, ...], fields: str) -> None:
@@ -146,16 +169,8 @@ class Attention:
             fields = "hidden_size, num_attention_heads, num_key_value_heads and head_dim"
             check_shape(weights, f"{prefix}{name}.weight", shape, fields)
 
-        def fused(kind: str) -> Tensor:
-            kv = (0, heads.kv_rank, heads.kv_parts)
-            return torch.cat(
-                (
-                    weights.get(f"{prefix}q_proj.{kind}", 0, tp.rank, tp.size),
-                    weights.get(f"{prefix}k_proj.{kind}", *kv),
-                    weights.get(f"{prefix}v_proj.{kind}", *kv),
-                )
-            )
-
+        kv = (0, heads.kv_rank, heads.kv_parts)
+        parts = (("q_proj", (0, tp.rank, tp.size)), ("k_proj", kv), ("v_proj", kv))
         norm = None
         if qk_norm:  # one weight row per head, so that queries and keys are normalized together
             q_norm, k_norm = weights.get(f"{prefix}q_norm.weight"), weights.get(f"{prefix}k_norm.weight")
@@ -163,10 +178,15 @@ class Attention:
         return Attention(
             heads=heads,
             head_dim=head_dim,
-            qkv=Linear(fused("weight"), fused("bias") if qkv_bias else None),
+            qkv=Linear(
+                stacked([weights.matrix(f"{prefix}{name}.weight", *part) for name, part in parts]),
+                torch.cat([weights.get(f"{prefix}{name}.bias", *part) for name, part in parts]) if qkv_bias else None,
+                kernels,
+            ),
             o=Linear(
-                weights.get(f"{prefix}o_proj.weight", 1, tp.rank, tp.size),
+                weights.matrix(f"{prefix}o_proj.weight", 1, tp.rank, tp.size),
                 row_parallel_bias(weights, f"{prefix}o_proj.bias", tp) if o_bias else None,
+                kernels,
             ),
             qk_norm_Hd=norm,
             eps=eps,
@@ -213,15 +233,17 @@ class Mlp:
         for name, shape in shapes.items():
             check_shape(weights, f"{prefix}{name}_proj.weight", shape, "hidden_size and intermediate_size")
 
-        def fused(kind: str) -> Tensor:
-            names = (f"{prefix}gate_proj.{kind}", f"{prefix}up_proj.{kind}")
-            return torch.cat([weights.get(name, 0, tp.rank, tp.size) for name in names])
-
+        names, part = (f"{prefix}gate_proj", f"{prefix}up_proj"), (0, tp.rank, tp.size)
         return Mlp(
-            Linear(fused("weight"), fused("bias") if bias else None),
             Linear(
-                weights.get(f"{prefix}down_proj.weight", 1, tp.rank, tp.size),
+                stacked([weights.matrix(f"{name}.weight", *part) for name in names]),
+                torch.cat([weights.get(f"{name}.bias", *part) for name in names]) if bias else None,
+                kernels,
+            ),
+            Linear(
+                weights.matrix(f"{prefix}down_proj.weight", 1, tp.rank, tp.size),
                 row_parallel_bias(weights, f"{prefix}down_proj.bias", tp) if bias else None,
+                kernels,
             ),
             tp,
             kernels,

@@ -21,6 +21,7 @@ from drafter.proposers.eagle import FcHead
 from drafter.proposers.eagle3 import Eagle3Head
 from drafter.tree.frontier import Frontier
 from tests.support import checkpoints
+from workers.kernels.block_scaled import BlockScaled
 from workers.models.decoder import Decoder
 from workers.models.fc_head_format import read_eagle_spec, read_mtp_spec
 from workers.models.readers import read_spec
@@ -249,6 +250,17 @@ def test_a_mimo_target_equals_its_qwen2_part(tmp_path: Path) -> None:
     both = [Decoder.load(path, read_spec(path)) for path in (plain, mimo)]
     assert torch.equal(both[0].logits(head), both[1].logits(head))
     assert torch.equal(both[0]._layers[2].attention.qkv(head), both[1]._layers[2].attention.qkv(head))
+
+
+def test_the_layer_of_an_mtp_head_stays_in_8_bits_and_its_fc_does_not(tmp_path: Path) -> None:
+    fused = pytest.importorskip("workers.kernels.fused")
+    path = checkpoints.add_mtp(checkpoints.write_model(tmp_path, "qwen3"), "qwen3")
+    spec = read_mtp_spec(checkpoints.quantize_fp8(path, (32, 32)), read_spec(path))
+    head = FcHead.load(spec, path, path, dtype=torch.bfloat16, kernels=fused)
+    [layer] = head._layers
+    for linear in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down):
+        assert isinstance(linear.weight, BlockScaled)
+    assert isinstance(head._fc.weight, Tensor)
 
 
 def test_prediction_layers_beyond_the_configuration_are_unknown_tensors(tmp_path: Path) -> None:

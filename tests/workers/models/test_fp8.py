@@ -1,4 +1,4 @@
-"""Checkpoints quantized in FP8 blocks are read as dequantized weights, whole and in slices."""
+"""Checkpoints quantized in FP8 blocks are read as dequantized weights or kept in 8 bits, whole and in slices."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from safetensors.torch import load_file
 
 from tests.support import checkpoints
 from tests.workers.models.test_model_parity import Chunk, PagedRun, oracle, oracle_logits, random_tokens
+from workers.kernels.block_scaled import BlockScaled
+from workers.kernels.linear import Linear
 from workers.models import checkpoint
-from workers.models.checkpoint import Weights
+from workers.models.checkpoint import Weights, split
+from workers.models.decoder import Decoder
 from workers.models.layers import TensorParallel
 from workers.models.load import load_decoder
 from workers.models.readers import read_spec
@@ -128,3 +131,102 @@ def test_a_quantised_head_beside_a_quantised_embedding_is_used_though_the_config
     checkpoints.edit_weights(path, add=extra | {"lm_head.weight": ones.clone(), "lm_head.weight_scale_inv": 2 * scales})
     decoder = load_decoder(path, read_spec(path))
     assert torch.equal(decoder.full_logits(torch.ones(1, 64)), torch.full((1, 96), 128.0))
+
+
+# Kept in 8 bits
+
+KEPT = (48, 32)
+"""Blocks whose columns fill a tile, and whose rows are cut by the heads and by the inner rows of a rank."""
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint with biases, whose inner width is 224 = 7 blocks of columns."""
+    path = tmp_path_factory.mktemp("kept") / "fp8"
+    checkpoints.write_model(path, "llama", intermediate_size=224, attention_bias=True, mlp_bias=True)
+    return checkpoints.quantize_fp8(path, KEPT)
+
+
+def weights_of(path: Path, *, keeps_float8: bool = True) -> Weights:
+    return Weights(path, torch.bfloat16, keeps_float8=keeps_float8)
+
+
+@pytest.mark.parametrize(("dim", "size"), [(None, 1), (0, 2), (1, 2), (0, 3), (1, 3), (1, 7)])
+def test_a_kept_slice_has_the_values_of_the_dequantized_one(kept: Path, dim: int | None, size: int) -> None:
+    weights = weights_of(kept)
+    for name in weights.names():
+        if not name.endswith("_proj.weight"):
+            continue
+        for rank in range(size):
+            part = weights.matrix(name, dim, rank, size)
+            start = split(weights.shape(name)[1], rank, size)[0] if dim == 1 else 0
+            assert isinstance(part, BlockScaled) == (start % KEPT[1] == 0)
+            values = part.dequantized() if isinstance(part, BlockScaled) else part
+            assert torch.equal(values, weights.get(name, dim, rank, size))
+            assert part.shape == values.shape
+
+
+def test_columns_cut_inside_a_block_are_dequantized_and_told_once(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        weights = weights_of(kept)
+        for layer in (0, 1):
+            for rank in range(2):
+                weights.matrix(f"model.layers.{layer}.mlp.down_proj.weight", 1, rank, 2)
+    [message] = [record.getMessage() for record in caplog.records if "dequantized" in record.getMessage()]
+    assert "model.layers.0.mlp.down_proj.weight is dequantized: blocks of 32 columns are cut" in message
+
+
+def test_narrow_blocks_and_other_tensors_are_not_kept(folders: tuple[Path, Path]) -> None:
+    for path in folders:  # blocks of 24 columns, and a checkpoint without blocks
+        weights = weights_of(path)
+        assert all(isinstance(weights.matrix(name), torch.Tensor) for name in weights.names())
+
+
+def linears(decoder: Any) -> list[Linear]:
+    layers = decoder._layers
+    return [
+        one for layer in layers for one in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down)
+    ]
+
+
+def test_a_decoder_in_8_bits_gives_the_tokens_of_the_dequantized_one(kept: Path) -> None:
+    """With interpreted kernels; attention and norms are the same, so only sums in another order may differ."""
+    fused = pytest.importorskip("workers.kernels.fused")
+    spec, made = read_spec(kept), []
+    for source in (kept, weights_of(kept, keeps_float8=False)):
+        decoder = Decoder.load(source, spec, dtype=torch.bfloat16, kernels=fused)
+        made.append(decoder)
+    assert all(isinstance(linear.weight, BlockScaled) for linear in linears(made[0]))
+    assert not any(isinstance(linear.weight, BlockScaled) for linear in linears(made[1]))
+    tokens = [random_tokens(12), random_tokens(12)]
+    runs = [PagedRun(decoder) for decoder in made]
+    for step in range(6):
+        parts = [Chunk(own[-1:] if step else own, len(own) - 1 if step else 0) for own in tokens]
+        both = [run.forward([part])[0][0] for run, part in zip(runs, parts, strict=True)]
+        assert (both[0] - both[1]).norm() < 1e-2 * both[1].norm()
+        for own, logits in zip(tokens, both, strict=True):
+            own.append(int(logits[-1].argmax()))
+    assert tokens[0] == tokens[1]
+
+
+def test_a_rank_keeps_its_share_in_8_bits(kept: Path) -> None:
+    """Rank 1 of two begins down_proj inside its fourth block; nothing else is cut there."""
+    fused = pytest.importorskip("workers.kernels.fused")
+    for rank in range(2):
+        decoder = Decoder.load(kept, read_spec(kept), TensorParallel(rank, 2), dtype=torch.bfloat16, kernels=fused)
+        for index, linear in enumerate(linears(decoder)):
+            assert isinstance(linear.weight, BlockScaled) == (rank == 0 or index % 4 != 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernels", ["reference", "fused"])
+def test_it_is_told_whether_blocks_are_kept(
+    kept: Path, kernels: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = pytest.importorskip(f"workers.kernels.{kernels}")
+    with caplog.at_level("INFO"):
+        decoder = Decoder.load(kept, read_spec(kept), dtype=dtype, kernels=chosen)
+    is_kept = kernels == "fused" and dtype == torch.bfloat16
+    assert isinstance(linears(decoder)[0].weight, BlockScaled) == is_kept
+    assert ("FP8 blocks are kept in 8 bits" in caplog.text) == is_kept
+    assert (f"{chosen.NAME} kernels do not multiply them with {dtype}" in caplog.text) == (not is_kept)
