@@ -12,7 +12,8 @@
 that is what lives through all layers (K), and the widest of four moments: a norm, which torch computes in float32; the
 MLP, with the residual stream before and behind attention, its norm, attention's output, the fused gate and up, and
 their product; attention, with the residual stream, the input, queries, keys and values, and R to rotate them; and the
-end, where the taps are copied side by side. Attention's parts are float32 results of up to 64 splits of the keys.
+end, where the taps are copied side by side. Attention's parts are float32 results of up to 64 splits of the keys; the
+splits of products with 8-bit weights are counted whether weights are in 8 bits or not, a few MB.
 Transformers' classes are counted as if they were ours, mixtures of experts by their intermediate_size.
 
 Legend: D hidden width, I intermediate width, Q and C the widths of queries and of keys, d head width, T taps, X width
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 
 from workers.config import EngineConfig
 from workers.cuda_graphs import Size
+from workers.kernels.block_scaled import SPLIT_ROWS, num_splits
 from workers.models.specs import Eagle3Spec, ModelSpec
 
 LIBRARY_BYTES = 2 * (32 << 20)
@@ -130,6 +132,14 @@ class PassShape:
         )
         return self.kept + max(moments) + 2 * self.head
 
+    @property
+    def most_split_sums(self) -> int:
+        """The most sums of a row that a product with 8-bit weights splits: outputs times splits."""
+        D, X, Q = self.hidden, self.first_input, self.queries
+        weights = ((Q + 2 * self.keys, X), (D, Q), (2 * self.inner, D), (D, self.inner))
+        splits = [(num_outputs, num_splits(num_outputs, num_inputs)) for num_outputs, num_inputs in weights]
+        return max((num_outputs * count for num_outputs, count in splits if count > 1), default=0)
+
 
 def _shape(
     spec: Eagle3Spec | ModelSpec, ranks: int, *, kept: int, first_input: int | None = None, taps: int = 0
@@ -152,7 +162,8 @@ def pass_bytes(shape: PassShape, config: EngineConfig, num_rows: int) -> int:
     """Return the most bytes that a forward pass of these rows holds at once, its outputs included."""
     splits = min(_MAX_SPLITS, config.max_model_len // _KEYS_PER_SPLIT)
     parts = min(splits * num_rows * shape.queries, _MAX_PARTS * _MAX_PAIRS * shape.head) if splits > 1 else 0
-    return num_rows * shape.row_items(config.item_bytes) * config.item_bytes + 4 * parts
+    sums = min(num_rows, SPLIT_ROWS) * shape.most_split_sums
+    return num_rows * shape.row_items(config.item_bytes) * config.item_bytes + 4 * (parts + sums)
 
 
 def graph_bytes(shape: PassShape, config: EngineConfig, sizes: Sequence[Size], *, input_bytes: int, widths: int) -> int:

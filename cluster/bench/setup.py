@@ -15,6 +15,7 @@ from cluster.bench.output import Say
 from cluster.bench.prompts import encode_prompts
 from cluster.bench.scaled import scaled_pair
 from cluster.convert import engine_config, fetch_weights, load_tokenizer, resolve_devices, visible_gpus
+from cluster.planner.memory import sizes_in_8_bits
 from cluster.system.temp_dirs import OwnedTempDir
 from secateur.bench import TargetSize
 from secateur.config import EngineArgs, resolve_model
@@ -23,6 +24,7 @@ from secateur.prompts import BenchPrompt
 from workers.config import EngineConfig
 from workers.kernels import linear
 from workers.models.checkpoint import Weights
+from workers.models.readers import read_spec
 
 
 @contextmanager
@@ -81,8 +83,9 @@ def workload(args: EngineArgs, texts: Sequence[BenchPrompt], *, max_tokens: int,
 def bytes_per_weight(config: EngineConfig) -> float:
     """Return the mean size of a weight of the target as our engine keeps it, which each step reads."""
     dtype = getattr(torch, config.dtype)
-    if config.device != "cpu":
-        return float(dtype.itemsize)
     weights = Weights(config.model_path, dtype)
     sizes = {name: math.prod(weights.shape(name)) for name in weights.names() if len(weights.shape(name)) == 2}
+    if config.device != "cpu":
+        kept = sizes_in_8_bits(config, config.model_path, read_spec(config.model_path))
+        return sum(size * kept.get(name, dtype.itemsize) for name, size in sizes.items()) / sum(sizes.values())
     return sum(size * linear.bytes_per_weight(weights.get(name)) for name, size in sizes.items()) / sum(sizes.values())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from workers.config import EngineConfig
+from workers.kernels.block_scaled import tile_columns
 from workers.models.checkpoint import MTP_PREFIXES, Weights
 from workers.models.readers import read_specs
 from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, TransformersSpec
@@ -40,6 +42,8 @@ class ModelShard:
     attention_width: int = 0
     """Query heads x head size."""
     item_bytes: int = 4
+    saved_bytes: int = 0
+    """What matrices that are kept in 8 bits take less of memory, and of every reading, than in `item_bytes`."""
 
 
 def model_shards(config: EngineConfig) -> list[ModelShard]:
@@ -52,10 +56,11 @@ def model_shards(config: EngineConfig) -> list[ModelShard]:
     stored = _of_text_model(tensor_shapes(Path(config.model_path))) or expected_shapes(target, config.model_path)
     item, draft = config.item_bytes, config.draft
     own = {name: shape for name, shape in stored.items() if not name.startswith(MTP_PREFIXES)}
+    sizes = sizes_in_8_bits(config, config.model_path, target)
     reads_taps = draft is not None and draft.method == "eagle3"
     width = (3 if reads_taps else 1) * target.hidden_size if draft is not None and draft.reads_features else 0
     workspace = target_workspace(config, target, num_taps=3 if reads_taps else 0, state_width=width)
-    shard = model_shard(own, target, config.tensor_parallel_size, item)
+    shard = model_shard(own, target, config.tensor_parallel_size, item, sizes)
     found = [replace(shard, state_bytes=width * item, workspace_bytes=workspace.total)]
     if draft is None:
         return found
@@ -63,24 +68,30 @@ def model_shards(config: EngineConfig) -> list[ModelShard]:
     shapes = _of_text_model(tensor_shapes(Path(draft.model_path))) if draft.model_path else {}
     if spec is None:
         return [*found, ModelShard(token_bytes=_TOKEN_ID_BYTES)]
-    if draft.method == "mtp":
+    if draft.method != "mtp":
+        sizes = sizes_in_8_bits(config, draft.model_path, spec)
+    else:
         shapes = {name: shape for name, shape in stored.items() if name.startswith(MTP_PREFIXES)}
     shapes = shapes or expected_shapes(spec, draft.model_path)
     if isinstance(spec, ModelSpec):
-        return [*found, replace(model_shard(shapes, spec, config.draft_ranks, item), workspace_bytes=beside)]
+        return [*found, replace(model_shard(shapes, spec, config.draft_ranks, item, sizes), workspace_bytes=beside)]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in stored and name.removeprefix("model.") not in shapes:
             shapes[name] = stored[name]
-    head = model_shard(shapes, spec.layers if isinstance(spec, FcHeadSpec) else spec, config.draft_ranks, item)
+    layers = spec.layers if isinstance(spec, FcHeadSpec) else spec
+    head = model_shard(shapes, layers, config.draft_ranks, item, sizes)
     return [*found, replace(head, workspace_bytes=beside)]
 
 
-def model_shard(shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: int) -> ModelShard:
+def model_shard(
+    shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: int, sizes: Mapping[str, float] | None = None
+) -> ModelShard:
     """Count one rank's weights: matrices are split, vectors and the input embedding are not.
 
-    A tied head multiplies with the embedding.
+    A tied head multiplies with the embedding. sizes: bytes per weight of matrices whose weights do not take `item`.
     """
     held = multiplied = experts = 0
+    saved = 0.0
     for name, shape in shapes.items():
         items = share = math.prod(shape)
         if name.endswith(("k_proj.weight", "v_proj.weight")):
@@ -88,6 +99,7 @@ def model_shard(shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: 
         elif len(shape) > 1 and not name.endswith(_REPLICATED):
             share = items // ranks
         held += share
+        saved += share * (item - (sizes or {}).get(name, item))
         if name.endswith("embed_tokens.weight"):
             is_head = not any(other.endswith("lm_head.weight") for other in shapes)
             multiplied += is_head * items // ranks
@@ -96,7 +108,8 @@ def model_shard(shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: 
             experts += share if ".experts." in name or len(shape) == 3 else 0  # one by one, or in a stack
     token = spec.num_layers * 2 * -(-spec.num_kv_heads // ranks) * spec.head_dim
     return ModelShard(
-        weight_bytes=held * item,
+        weight_bytes=held * item - int(saved),
+        saved_bytes=int(saved),
         token_bytes=token * item,
         matmul_items=multiplied,
         expert_items=experts,
@@ -108,10 +121,28 @@ def model_shard(shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: 
     )
 
 
+def sizes_in_8_bits(config: EngineConfig, folder: str, spec: DraftSpec) -> dict[str, float]:
+    """Return the bytes per weight of the matrices of a folder that a GPU keeps in 8 bits, their scales included.
+
+    {} where none are kept so. The GPU is taken to convert float8, see `workers.kernels.triton_linear.keeps_float8`.
+    """
+    is_kept = config.device == "cuda" and config.kernels != "torch" and config.item_bytes == 2
+    if not is_kept or isinstance(spec, TransformersSpec):
+        return {}
+    try:
+        weights = Weights(folder)
+    except FileNotFoundError:
+        return {}
+    if weights.fp8_block is None or tile_columns(weights.fp8_block[1]) is None:
+        return {}
+    names = [name for name in weights.names() if name.endswith("_proj.weight") and not name.endswith(_REPLICATED)]
+    return {name: 1 + 4 / weights.fp8_block[1] for name in names if weights.is_float8(name)}
+
+
 def tensor_shapes(folder: Path) -> Shapes:
     """Return the shape of every tensor an engine reads from a folder, by name; {} without weights.
 
-    The scales of 8-bit weights are left out, because those weights are converted to the engine's dtype.
+    The scales of 8-bit weights are left out; `sizes_in_8_bits` counts those that are kept.
     """
     try:
         weights = Weights(folder)

@@ -91,7 +91,8 @@ def forward_ms(shard: ModelShard, rows: float, ranks: int, hardware: Hardware) -
 def reading_ms(shard: ModelShard, rows: float, hardware: Hardware) -> float:
     """Predict the time to read every matrix once, except those of experts that no row has chosen."""
     unread = shard.expert_items * (1 - shard.expert_share) ** rows
-    return 1e3 * (shard.matmul_items - unread) * shard.item_bytes / _bandwidth(hardware)
+    num_bytes = (shard.matmul_items - unread) * shard.item_bytes - shard.saved_bytes
+    return 1e3 * num_bytes / _bandwidth(hardware)
 
 
 def row_ms(shard: ModelShard, hardware: Hardware) -> float:

@@ -61,6 +61,8 @@ def describe(name: str, config: EngineConfig, shards: list[ModelShard]) -> str:
             "note     weights are counted in float32; matrices that were stored in 16 bits are kept in 16 bits, and a "
             "head that is tied to the embedding has memory of its own"
         )
+    if any(shard.saved_bytes for shard in shards):
+        lines.append("note     FP8 weights are counted in 8 bits, as GPUs from compute capability 8.9 on keep them")
     if config.device == "cuda" and not visible_gpus():
         lines.append(f"note     no GPU is visible here: whether a node has {len(bundles)} is not checked")
     return "\n".join(lines)

@@ -1,0 +1,119 @@
+"""An FP8 checkpoint on the simulated device: its matrices stay in 8 bits, and its tokens are the same."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("runs on the simulated device", allow_module_level=True)
+
+from safetensors.torch import load_file
+
+from cluster.bench.setup import bytes_per_weight
+from cluster.planner.memory import model_shards
+from cluster.planner.roofline import reading_ms
+from tests.end_to_end.test_simulated_cuda import COUPLED, DYNAMIC, config_for, jobs, run
+from tests.support import checkpoints
+from tests.support.simulated_cuda import simulated_cuda
+from workers.kernels import block_scaled, triton_linear
+from workers.kernels.select import kernels_for
+from workers.models.decoder import Decoder
+from workers.models.readers import read_spec
+from workers.workspace import PassShape, pass_bytes
+
+torch.set_num_threads(1)
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a target and a draft model in blocks as published ones have them, and both dequantized, in `plain`."""
+    root = tmp_path_factory.mktemp("models")
+    for name, layers in (("target", 3), ("draft_model", 1)):
+        checkpoints.write_model(root / name, "qwen3", num_hidden_layers=layers, seed=layers, **SIZES)
+        checkpoints.quantize_fp8(root / name, (128, 128))
+        checkpoints.dequantize_fp8(root / name, root / "plain" / name)
+    return root
+
+
+def test_an_engine_gives_the_tokens_of_the_dequantized_checkpoint(models: Path) -> None:
+    """Its products run in graphs, like all of a forward pass."""
+    work = jobs(COUPLED, "coupled")
+    tree = replace(DYNAMIC, prune=replace(DYNAMIC.prune, prompt_lookup=False))
+    kept, plain = (
+        run(config_for(path, "draft_model", tree, dtype="bfloat16"), work) for path in (models, models / "plain")
+    )
+    assert kept.tokens == plain.tokens and kept.num_replays == plain.num_replays > kept.num_steps
+    assert kept.num_steps == plain.num_steps and kept.num_calls == plain.num_calls
+
+
+@pytest.mark.parametrize("most", [128, 1 << 30], ids=["split", "whole"])
+def test_a_kept_decoder_takes_half_the_memory_and_launches_the_products(
+    models: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(block_scaled, "_COLUMNS_PER_SPLIT", most)
+    sizes: dict[Path, int] = {}
+    logits = []
+    for path in (models / "target", models / "plain" / "target"):
+        gc.collect()
+        with simulated_cuda() as cuda:
+            before = cuda.memory.reset()
+            made = Decoder.load(path, read_spec(path), device="cuda", dtype=torch.bfloat16, kernels=kernels_for("cuda"))
+            gc.collect()
+            sizes[path] = cuda.memory.num_bytes - before
+            x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16().to("cuda")
+            cuda.grids.clear()
+            logits.append(made._layers[0].mlp(x).cpu())
+            grids = Counter(name for name, _ in cuda.grids)
+            is_kept = path == models / "target"
+            assert grids["_multiply"] == 2 * is_kept
+            assert grids["_add_splits"] == 2 * (is_kept and most == 128)
+            del made, x
+    stored = load_file(models / "target" / "model.safetensors")
+    matrices = sum(tensor.numel() for tensor in stored.values() if tensor.dtype == torch.float8_e4m3fn)
+    others = sum(tensor.numel() for name, tensor in stored.items() if name.endswith(("norm.weight", "head.weight")))
+    others += stored["model.embed_tokens.weight"].numel()
+    assert sizes[models / "plain" / "target"] - sizes[models / "target"] == matrices * (2 - 1 - 4 / 128)
+    assert sizes[models / "target"] < 1.1 * (matrices * (1 + 4 / 128) + 2 * others)
+    torch.testing.assert_close(*logits, atol=2**-8 * float(logits[1].abs().max()), rtol=0)
+
+
+def test_plans_and_reports_count_what_is_kept(models: Path) -> None:
+    config, whole = (config_for(path, "draft_model", DYNAMIC, dtype="bfloat16") for path in (models, models / "plain"))
+    hardware: Any = type("Hardware", (), {"bandwidth_gbs": 1.0, "bandwidth_share": 1.0})
+    folders = ("target", "draft_model")
+    for one, other, folder in zip(model_shards(config), model_shards(whole), folders, strict=True):
+        stored = load_file(models / folder / "model.safetensors").values()
+        saved = sum(tensor.numel() for tensor in stored if tensor.dtype == torch.float8_e4m3fn) * (1 - 4 / 128)
+        assert other.weight_bytes - one.weight_bytes == one.saved_bytes == saved and other.saved_bytes == 0
+        assert reading_ms(other, 1, hardware) - reading_ms(one, 1, hardware) == pytest.approx(saved / 1e6)
+    assert 1 + 4 / 128 < bytes_per_weight(config) < 1.2 and bytes_per_weight(whole) == 2
+    for unkept in (replace(config, dtype="float32"), replace(config, kernels="torch")):
+        assert [shard.saved_bytes for shard in model_shards(unkept)] == [0, 0]
+        assert bytes_per_weight(unkept) == unkept.item_bytes
+
+
+def test_the_sums_of_splits_are_counted_beside_the_weights(models: Path) -> None:
+    """Those of an 8B model: queries, keys and values are split in three, o_proj and down_proj in four."""
+    shape = PassShape.of_model(read_spec(models / "target"), 1)
+    assert shape.most_split_sums == 0
+    wide = replace(shape, hidden=4096, inner=12288, queries=4096, keys=1024, first_input=4096)
+    assert wide.most_split_sums == 3 * 6144 > 4 * 4096
+    config = config_for(models, "draft_model", DYNAMIC, dtype="bfloat16")
+    for rows in (1, 64, 65):
+        sums = 4 * min(rows, triton_linear.TILES[-2].rows) * wide.most_split_sums
+        assert pass_bytes(wide, config, rows) == 2 * rows * wide.row_items(2) + sums
