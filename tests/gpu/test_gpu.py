@@ -6,8 +6,10 @@ made to believe that they are on two machines. Run with `make gpu`.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 from cluster.rank_process import RankProcess, RankStarter
+from tests.support import checkpoints
 from tests.support.engines import (
     AUTO,
     BUNDLED,
@@ -29,6 +32,7 @@ from tests.support.engines import (
     transformers_greedy,
 )
 from workers.config import EngineConfig, TreeConfig
+from workers.kernels.select import TORCH, Kernels, kernels_for
 from workers.models.decoder import Decoder
 from workers.models.readers import read_spec
 from workers.settings import SamplingSettings
@@ -39,6 +43,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing was shown about GPUs here"),
 ]
 NUM_TOKENS = 64
+needs_float8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="a GPU that does not convert float8",
+)
 
 
 def on_cuda(tree: TreeConfig | None, **options: Any) -> EngineConfig:
@@ -131,10 +139,34 @@ def test_bfloat16_logits_stay_within_five_percent_of_float32() -> None:
     assert error < 5e-2
 
 
-def prompt_logits(dtype: torch.dtype) -> torch.Tensor:
+@pytest.fixture(scope="module")
+def in_8_bits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return the bundled target in FP8 blocks, and its dequantized copy."""
+    root = tmp_path_factory.mktemp("fp8")
+    shutil.copytree(BUNDLED / "target", root / "kept")
+    checkpoints.quantize_fp8(root / "kept", (128, 128))
+    return root / "kept", checkpoints.dequantize_fp8(root / "kept", root / "plain")
+
+
+@needs_float8
+def test_weights_in_8_bits_give_the_logits_of_the_dequantized_ones(in_8_bits: tuple[Path, Path]) -> None:
+    kept, plain = (prompt_logits(torch.bfloat16, path, kernels_for("cuda")) for path in in_8_bits)
+    assert (kept - plain).norm() < 2e-2 * plain.norm()
+
+
+@needs_float8
+def test_engines_in_8_bits_begin_as_the_dequantized_ones(in_8_bits: tuple[Path, Path]) -> None:
+    """In bfloat16 sums in another order may decide a near-tie, so a few prompts may go on otherwise."""
+    config = on_cuda(DYNAMIC)
+    kept, plain = (tokens_of(replace(config, model_path=str(path), dtype="bfloat16")) for path in in_8_bits)
+    same = [one[:8] == other[:8] for one, other in zip(kept, plain, strict=True)]
+    assert sum(same) >= 0.75 * len(same)
+
+
+def prompt_logits(dtype: torch.dtype, path: Path = BUNDLED / "target", kernels: Kernels = TORCH) -> torch.Tensor:
     """Return the logits [N, V] of one prompt, run as a single chunk."""
-    path, tokens = BUNDLED / "target", torch.tensor(prompts(6)[0], dtype=torch.int32)
-    model = Decoder.load(path, read_spec(path), device="cuda", dtype=dtype)
+    tokens = torch.tensor(prompts(6)[0], dtype=torch.int32)
+    model = Decoder.load(path, read_spec(path), device="cuda", dtype=dtype, kernels=kernels)
     count, page_size = len(tokens), 16
     position = torch.arange(count, dtype=torch.int32)
     num_pages = -(-count // page_size)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.drafter.tree.test_triton_growth import *  # noqa: F403  # the tests
 from tests.support.attention_cases import CHAIN, LONG_CHAIN, RAGGED, TWO_BY_TWO, Batch, compare
+from tests.workers.kernels.test_block_scaled import *  # noqa: F403  # the tests
+from tests.workers.kernels.test_block_scaled import needs_float8, rows, scaled
 from tests.workers.kernels.test_kernels import *  # noqa: F403  # the tests
 from tests.workers.kernels.test_kernels import TOLERANCE
 from tests.workers.kernels.test_pointwise import *  # noqa: F403  # the tests
@@ -96,3 +99,27 @@ def test_whole_vocabularies_are_drawn_from_as_torch_does(rows: int, vocab: int) 
         assert (torch.where(spread * logits >= cut, masses, 0).sum(-1) > 0.9 - 1e-5).all()
     plain, found = reference.top_k(logits, 8, tau), fused.top_k(logits, 8, tau)
     assert torch.equal(plain.value_RK, found.value_RK) and (plain.lse_R - found.lse_R).abs().max() < 1e-4
+
+
+@needs_float8
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (5120, 1216)], ids=str)
+def test_products_of_an_8b_model_in_8_bits(shape: tuple[int, int]) -> None:
+    """The last one is a slice whose columns end inside a block."""
+    weight = scaled(*shape, torch.bfloat16)
+    x = rows(2048, shape[1], torch.bfloat16)
+    exact = reference.block_scaled_linear(x.float(), replace(weight, dtype=torch.float32), None)
+    for num_rows in (1, 4, 17, 48, 272, 2048):
+        made = fused.block_scaled_linear(x[:num_rows], weight, None)
+        plain = reference.block_scaled_linear(x[:num_rows], weight, None)
+        # The float32 weight is not rounded to bfloat16 first, which explains most of both errors.
+        error, of_plain = ((found - exact[:num_rows]).norm() / exact[:num_rows].norm() for found in (made, plain))
+        assert error < 1.1 * of_plain + 1e-4 and (made - plain).abs().max() < 2**-6 * plain.abs().max()
+
+
+@needs_float8
+@pytest.mark.parametrize("num_rows", [1, 17, 64, 300])
+def test_the_tile_does_not_change_a_row_in_8_bits(num_rows: int) -> None:
+    """The columns are added in the same order in every tile, split or in turn."""
+    weight, x = scaled(4096, 4096, torch.bfloat16), rows(2048, 4096, torch.bfloat16)
+    most = fused.block_scaled_linear(x, weight, None)
+    assert torch.equal(fused.block_scaled_linear(x[:num_rows], weight, None), most[:num_rows])
