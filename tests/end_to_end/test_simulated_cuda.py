@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 from tests.support import checkpoints
 
@@ -66,6 +67,15 @@ def test_tensors_of_two_devices_cannot_be_mixed() -> None:
         with pytest.raises(TypeError, match="numpy"):
             x.numpy()
         assert (x * torch.tensor(2.0)).tolist() == [[2.0] * 3] * 2, "a number is nobody's"
+
+
+def test_torch_is_afterwards_as_it_was() -> None:
+    _device_constructors.cache_clear()
+    with simulated_cuda(), torch.device("meta"):
+        torch.zeros(1)
+    with torch.device("meta"):  # transformers asks this before it decides which buffers it initializes
+        assert torch.tensor([]).is_meta and torch.zeros(1).is_meta
+    assert torch.tensor([]).is_cpu
 
 
 def test_waits_of_the_host_are_recorded() -> None:

@@ -39,6 +39,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -352,6 +353,8 @@ def simulated_cuda() -> Iterator[SimulatedCuda]:
         "torch.cuda.CUDAGraph": lambda: Graph(cuda),
         "torch.cuda.graph": cuda.capture,
     }
+    # The functions that a device as a context changes. torch lists them once: before one of them is replaced.
+    _device_constructors()
     with ExitStack() as stack:
         for name, value in patches.items():
             stack.enter_context(mock.patch(name, value))
