@@ -83,6 +83,7 @@ def placement_config(args: EngineArgs) -> EngineConfig:
         model_path=args.model,
         tensor_parallel_size=args.tensor_parallel_size,
         device=args.device,
+        kv_cache_dtype=args.kv_cache_dtype,
         max_model_len=args.max_model_len or _UNKNOWN_MODEL_LEN,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,

@@ -41,7 +41,7 @@ from workers.config import EngineConfig
 from workers.cuda_graphs import can_capture, decoder_graphs
 from workers.gc_freeze import freeze_start_up
 from workers.kernels.select import TORCH, Kernels, kernels_for
-from workers.kv_cache import KVPool
+from workers.kv_cache import KVPool, kv_dtype
 from workers.kv_sizing import agree_on_pages
 from workers.models.load import load_decoder
 from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, Specs
@@ -301,14 +301,14 @@ def _load(world: World, specs: Specs, kernels: Kernels) -> FeatureProposer | Dra
     """Load this rank's proposer, with a KV pool of the number of pages that all ranks agree on."""
     config, draft, spec = world.config, world.config.draft, specs.draft
     assert draft is not None
-    dtype = getattr(torch, config.dtype)
+    dtype, kv_type = getattr(torch, config.dtype), kv_dtype(config, kernels, world.device)
     has_graphs = can_capture(kernels, world.device, config.enforce_eager)
     has_tree_graphs = has_graphs and world.tp.size == 1  # with tensor parallelism they would capture collectives
     match spec:
         case Eagle3Spec() | FcHeadSpec():
             location = draft.model_path, config.model_path, world.tp, world.device, dtype, kernels
             head = Eagle3Head.load(spec, *location) if isinstance(spec, Eagle3Spec) else FcHead.load(spec, *location)
-            kv = head.new_kv_pool(_num_slots(world, spec, head.bytes_per_slot))
+            kv = head.new_kv_pool(_num_slots(world, spec, head.bytes_per_slot(kv_type)), kv_type)
             graphs = head_graphs(head, kv, config) if has_graphs else None
             tree_graphs = head_tree_graphs(head, kv, config) if has_tree_graphs else None
             return FeatureProposer(head, kv, config.page_size, config.tree_rows, graphs, tree_graphs)
@@ -326,8 +326,8 @@ def _load(world: World, specs: Specs, kernels: Kernels) -> FeatureProposer | Dra
                 kernels=kernels,
                 max_model_len=config.max_model_len,
             )
-            slot_bytes = KVPool.bytes_per_slot(spec.num_layers, model.heads.num_kv_heads, spec.head_dim, dtype)
-            kv = model.new_kv_pool(_num_slots(world, spec, slot_bytes))
+            slot_bytes = KVPool.bytes_per_slot(spec.num_layers, model.heads.num_kv_heads, spec.head_dim, kv_type)
+            kv = model.new_kv_pool(_num_slots(world, spec, slot_bytes), kv_type)
             graphs = tree_graphs = None
             if has_graphs and model.can_be_captured:
                 graphs = decoder_graphs(model, kv, config)

@@ -64,6 +64,14 @@ class Dtype(StrEnum):
     float = "float"
 
 
+class KvCacheDtype(StrEnum):
+    """Values of --kv-cache-dtype."""
+
+    auto = "auto"
+    fp8 = "fp8"
+    fp8_e4m3 = "fp8_e4m3"
+
+
 def _flag(kind: Any, *names: str, help: str, **extra: Any) -> Any:
     # EngineArgs alone checks ranges, so that every error has one wording; flags have no bounds or defaults.
     return Annotated[kind | None, typer.Option(*names, help=help, **extra)]
@@ -144,6 +152,11 @@ ENGINE_FLAGS: dict[str, Any] = {
         help="Keep a process from which lost ranks are forked, and so are back in seconds [on].",
     ),
     "dtype": _model(Dtype, "--dtype", help="[auto: float32 on CPU, the checkpoint's on CUDA]"),
+    "kv_cache_dtype": _model(
+        KvCacheDtype,
+        "--kv-cache-dtype",
+        help="Keys and values in the model's dtype, or in 8 bits (fp8, which is e4m3) [auto].",
+    ),
     "device": _model(Device, "--device", help="[auto]"),
     "kernels": _model(KernelSet, "--kernels", help="[auto: triton on CUDA, torch on CPU]"),
     "custom_all_reduce": _model(

@@ -15,6 +15,8 @@ COUNTS = ("max_model_len", "max_num_batched_tokens")
 """The settings whose value may have a unit, as in vLLM."""
 DTYPES = {"half": "float16", "float": "float32"}
 """vLLM's other names of a `dtype`."""
+KV_CACHE_DTYPES = {"fp8_e4m3": "fp8"}
+"""vLLM's other names of a `kv_cache_dtype`."""
 
 _LORA = "adapters are not supported; merge the adapter into the weights"
 _MULTIMODAL = "models are served as text models; leave it out"
@@ -62,8 +64,7 @@ ADVICE: dict[str, str] = {  # also the reference page reference/vllm.md
     "block-size": "write --page-size",
     "num-gpu-blocks-override": "write --num-pages",
     "kv-cache-memory-bytes": "write --num-pages, or --gpu-memory-utilization",
-    "kv-cache-dtype": "KV entries have the dtype of the model; leave it out",
-    "calculate-kv-scales": "KV entries have the dtype of the model; leave it out",
+    "calculate-kv-scales": "the scale of --kv-cache-dtype fp8 is 1; leave it out",
     "swap-space": _KV,
     "cpu-offload-gb": _KV,
     "kv-transfer-config": _KV,
@@ -290,6 +291,10 @@ def _read_dtype(value: Any) -> Any:
     return DTYPES.get(value, value) if isinstance(value, str) else value
 
 
+def _read_kv_cache_dtype(value: Any) -> Any:
+    return KV_CACHE_DTYPES.get(value, value) if isinstance(value, str) else value
+
+
 def _read_object(value: Any) -> Any:
     """Return the value, or the object that its text describes. Raises ValueError."""
     if not isinstance(value, str):
@@ -315,6 +320,7 @@ def _read_list(value: Any) -> Any:
 _READERS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(COUNTS, _read_length),
     "dtype": _read_dtype,
+    "kv_cache_dtype": _read_kv_cache_dtype,
     "speculative_config": _read_object,
     **dict.fromkeys(("allowed_origins", "allowed_methods", "allowed_headers"), _read_list),
 }

@@ -22,7 +22,7 @@ from workers.config import EngineConfig
 from workers.cuda_graphs import can_capture, decoder_graphs
 from workers.gc_freeze import freeze_start_up
 from workers.kernels.select import Kernels, kernels_for
-from workers.kv_cache import KVPool
+from workers.kv_cache import KVPool, kv_dtype
 from workers.kv_sizing import agree_on_pages
 from workers.models.eagle3_format import FeatureFusion
 from workers.models.load import load_decoder
@@ -104,6 +104,7 @@ def load(world: World, specs: Specs, graphs_of: EngineConfig | None = None) -> t
     dtype = getattr(torch, config.dtype)
     features = _feature_source(world, specs, dtype)
     kernels = kernels_for(world.device, config.kernels, config.enforce_eager)
+    kv_type = kv_dtype(config, kernels, world.device)
     logger.info("%s: %s kernels on %s", world.role, kernels.NAME, world.device)
     decoder = load_decoder(
         config.model_path,
@@ -118,11 +119,11 @@ def load(world: World, specs: Specs, graphs_of: EngineConfig | None = None) -> t
     state_pool = None
     if features.fuse is not None:
         state_pool = HiddenStatePool(max_buffered_states(config), features.width, dtype=dtype, device=world.device)
-    slot_bytes = KVPool.bytes_per_slot(spec.num_layers, decoder.heads.num_kv_heads, spec.head_dim, dtype)
+    slot_bytes = KVPool.bytes_per_slot(spec.num_layers, decoder.heads.num_kv_heads, spec.head_dim, kv_type)
     page_bytes = features.width * dtype.itemsize  # rank 0 keeps one state per page, see verifier.prefix_cache
     workspace = target_workspace(config, spec, num_taps=len(features.tap_layers), state_width=features.width)
     num_pages = agree_on_pages(world, slot_bytes + -(-page_bytes // config.page_size), bytes_beside=workspace.total)
-    kv = decoder.new_kv_pool(num_pages * config.page_size)
+    kv = decoder.new_kv_pool(num_pages * config.page_size, kv_type)
     _compile_moves(kernels, kv, config)
     graphs = None
     if can_capture(kernels, world.device, config.enforce_eager) and decoder.can_be_captured:

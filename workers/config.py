@@ -139,6 +139,8 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Of keys and values, in the pools of target and drafter: `dtype`, or 8 bits (e4m3)."""
     max_model_len: int = 2048
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -187,6 +189,11 @@ class EngineConfig:
     def item_bytes(self) -> int:
         """Bytes of one value of the models' type."""
         return 4 if self.dtype == "float32" else 2
+
+    @property
+    def kv_item_bytes(self) -> int:
+        """Bytes of one value of a key or a value."""
+        return 1 if self.kv_cache_dtype == "fp8" else self.item_bytes
 
     @property
     def draft_ranks(self) -> int:

@@ -1,5 +1,6 @@
 """The paged KV cache: one rank's pool, and the page allocator of rank 0.
 
+    kv_dtype(config, kernels, device) -> torch.dtype
     KVPool(num_layers, num_slots, kv_heads, head_dim, dtype, device)
         .layer(i) -> [slots, 2, Hkv, d]   .write(i, kv_N2Hd, slots_N)
         KVPool.bytes_per_slot(num_layers, kv_heads, head_dim, dtype) -> int
@@ -18,9 +19,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from workers.config import EngineConfig
+from workers.kernels.select import Kernels
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+"""448; torch converts larger values to NaN."""
+
+
+_LEAST_CAPABILITY = (8, 9)
+"""Of GPUs for which Triton converts e4m3."""
+
+
+def kv_dtype(config: EngineConfig, kernels: Kernels, device: torch.device) -> torch.dtype:
+    """Return the dtype of an engine's keys and values. Raises ValueError if the kernels cannot read it there."""
+    if config.kv_cache_dtype == "auto":
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        return dtype
+    if kernels.NAME == "triton" and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _LEAST_CAPABILITY:
+            raise ValueError(
+                "kv_cache_dtype: Triton kernels read fp8 on GPUs of compute capability 8.9 or higher (Ada, Hopper and "
+                "later), and this one has {}.{}; write auto, or kernels: torch".format(*capability)
+            )
+    return FP8
+
 
 class KVPool:
     """Keys and values of all layers, [L, slots, 2, Hkv, d].
+
+    `dtype` may be FP8 (e4m3 with scale 1) for models of any dtype: `write` converts, and attention converts back to
+    the dtype of the queries. A token's entry is rounded once, when it is written, so every later pass reads the same.
 
     A token's key and value are adjacent: the fused projection produces them so, and one gather fetches both. The pool
     is created and written in inference mode, because autograd's view tracking took 4 % of a small forward pass.
@@ -39,6 +69,8 @@ class KVPool:
         # Zeros, because a masked-out NaN in a value would still turn a weighted sum into NaN.
         self.data = torch.zeros(num_layers, num_slots, 2, kv_heads, head_dim, dtype=dtype, device=device)
         self._layers = tuple(self.data.unbind(0))
+        # Bytes, because torch copies 8-bit floats by index on no CPU.
+        self._byte_layers = tuple(self.data.view(torch.uint8).unbind(0)) if dtype == FP8 else ()
 
     @property
     def num_slots(self) -> int:
@@ -55,8 +87,12 @@ class KVPool:
         return self._layers[index]
 
     def write(self, index: int, kv_N2Hd: Tensor, slots_N: Tensor) -> None:
-        """Store row n's key and value in physical slot slots_N[n] (int64) of one layer."""
-        self._layers[index].index_copy_(0, slots_N, kv_N2Hd)
+        """Store row n's key and value in physical slot slots_N[n] (int64) of one layer, clamped to what FP8 holds."""
+        if not self._byte_layers:
+            self._layers[index].index_copy_(0, slots_N, kv_N2Hd)
+            return
+        rounded_N2Hd = kv_N2Hd.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+        self._byte_layers[index].index_copy_(0, slots_N, rounded_N2Hd.view(torch.uint8))
 
 
 class OutOfPages(RuntimeError):

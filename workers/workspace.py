@@ -7,13 +7,14 @@
 `verifier.workspace` and `drafter.workspace` add these up for a rank; `workers.kv_sizing` leaves that much free, and
 `secateur plan` prints it. A pass of N rows holds, in elements a row,
 
-    K + max(5 or 9 D, 4 D + 3 I, 2 D + X + Q + 2 C + max(R, Q + D), 5 or 7 D + T D) + 2 d        and attention's parts
+    K + max(5 or 9 D, 4 D + 3 I, 2 D + X + Q + 2 C + max(R, W, Q + D), 5 or 7 D + T D) + 2 d     and attention's parts
 
 that is what lives through all layers (K), and the widest of four moments: a norm, which torch computes in float32; the
 MLP, with the residual stream before and behind attention, its norm, attention's output, the fused gate and up, and
-their product; attention, with the residual stream, the input, queries, keys and values, and R to rotate them; and the
-end, where the taps are copied side by side. Attention's parts are float32 results of up to 64 splits of the keys; the
-splits of products with 8-bit weights are counted whether weights are in 8 bits or not, a few MB.
+their product; attention, with the residual stream, the input, queries, keys and values, R to rotate them, and W for
+keys and values that are clamped and then converted to 8 bits; and the end, where the taps are copied side by side.
+Attention's parts are float32 results of up to 64 splits of the keys; the splits of products with 8-bit weights are
+counted whether weights are in 8 bits or not, a few MB.
 Transformers' classes are counted as if they were ours, mixtures of experts by their intermediate_size.
 
 Legend: D hidden width, I intermediate width, Q and C the widths of queries and of keys, d head width, T taps, X width
@@ -119,15 +120,16 @@ class PassShape:
         width = spec.hidden_size
         return _shape(spec, ranks, kept=4 * width, first_input=2 * width)
 
-    def row_items(self, item_bytes: int) -> int:
+    def row_items(self, item_bytes: int, *, is_fp8_kv: bool = False) -> int:
         """Return the elements that a pass holds for each row, without attention's parts."""
         D, Q, C = self.hidden, self.queries, self.keys
         wide = 4 // item_bytes  # of a float32 copy
+        written = is_fp8_kv * (2 * C + -(-2 * C // item_bytes))
         rotated = (Q + C) * (2 + 2 * wide if self.has_qk_norm else 1)
         moments = (
             (3 + 2 * wide + 2 * (wide > 1)) * D,
             4 * D + 3 * self.inner,
-            2 * D + self.first_input + Q + 2 * C + max(rotated, Q + D),
+            2 * D + self.first_input + Q + 2 * C + max(rotated, written, Q + D),
             (3 + 2 * wide + self.taps) * D,
         )
         return self.kept + max(moments) + 2 * self.head
@@ -163,7 +165,8 @@ def pass_bytes(shape: PassShape, config: EngineConfig, num_rows: int) -> int:
     splits = min(_MAX_SPLITS, config.max_model_len // _KEYS_PER_SPLIT)
     parts = min(splits * num_rows * shape.queries, _MAX_PARTS * _MAX_PAIRS * shape.head) if splits > 1 else 0
     sums = min(num_rows, SPLIT_ROWS) * shape.most_split_sums
-    return num_rows * shape.row_items(config.item_bytes) * config.item_bytes + 4 * (parts + sums)
+    items = shape.row_items(config.item_bytes, is_fp8_kv=config.kv_cache_dtype == "fp8")
+    return num_rows * items * config.item_bytes + 4 * (parts + sums)
 
 
 def graph_bytes(shape: PassShape, config: EngineConfig, sizes: Sequence[Size], *, input_bytes: int, widths: int) -> int:

@@ -160,6 +160,7 @@ def _settings(name: ContestantName, peer: Peer, file: Path, config: EngineConfig
                 "--model": config.model_path,
                 "--served-model-name": MODEL,
                 "--dtype": config.dtype,
+                "--kv-cache-dtype": config.kv_cache_dtype,
                 "--max-model-len": str(config.max_model_len),
                 "--max-num-seqs": str(parallel),
                 "--generation-config": "vllm",  # no sampling parameters of the model's own

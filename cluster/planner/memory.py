@@ -54,13 +54,13 @@ def model_shards(config: EngineConfig) -> list[ModelShard]:
     specs = read_specs(config)
     target, spec = specs.target, specs.draft
     stored = _of_text_model(tensor_shapes(Path(config.model_path))) or expected_shapes(target, config.model_path)
-    item, draft = config.item_bytes, config.draft
+    item, kv_item, draft = config.item_bytes, config.kv_item_bytes, config.draft
     own = {name: shape for name, shape in stored.items() if not name.startswith(MTP_PREFIXES)}
     sizes = sizes_in_8_bits(config, config.model_path, target)
     reads_taps = draft is not None and draft.method == "eagle3"
     width = (3 if reads_taps else 1) * target.hidden_size if draft is not None and draft.reads_features else 0
     workspace = target_workspace(config, target, num_taps=3 if reads_taps else 0, state_width=width)
-    shard = model_shard(own, target, config.tensor_parallel_size, item, sizes)
+    shard = model_shard(own, target, config.tensor_parallel_size, item, kv_item, sizes)
     found = [replace(shard, state_bytes=width * item, workspace_bytes=workspace.total)]
     if draft is None:
         return found
@@ -74,21 +74,28 @@ def model_shards(config: EngineConfig) -> list[ModelShard]:
         shapes = {name: shape for name, shape in stored.items() if name.startswith(MTP_PREFIXES)}
     shapes = shapes or expected_shapes(spec, draft.model_path)
     if isinstance(spec, ModelSpec):
-        return [*found, replace(model_shard(shapes, spec, config.draft_ranks, item, sizes), workspace_bytes=beside)]
+        own_shard = model_shard(shapes, spec, config.draft_ranks, item, kv_item, sizes)
+        return [*found, replace(own_shard, workspace_bytes=beside)]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in stored and name.removeprefix("model.") not in shapes:
             shapes[name] = stored[name]
     layers = spec.layers if isinstance(spec, FcHeadSpec) else spec
-    head = model_shard(shapes, layers, config.draft_ranks, item, sizes)
+    head = model_shard(shapes, layers, config.draft_ranks, item, kv_item, sizes)
     return [*found, replace(head, workspace_bytes=beside)]
 
 
 def model_shard(
-    shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: int, sizes: Mapping[str, float] | None = None
+    shapes: Shapes,
+    spec: ModelSpec | Eagle3Spec,
+    ranks: int,
+    item: int,
+    kv_item: int,
+    sizes: Mapping[str, float] | None = None,
 ) -> ModelShard:
     """Count one rank's weights: matrices are split, vectors and the input embedding are not.
 
-    A tied head multiplies with the embedding. sizes: bytes per weight of matrices whose weights do not take `item`.
+    A tied head multiplies with the embedding. item, kv_item: bytes of a weight, and of a key's or value's element.
+    sizes: bytes per weight of matrices whose weights do not take `item`.
     """
     held = multiplied = experts = 0
     saved = 0.0
@@ -110,7 +117,7 @@ def model_shard(
     return ModelShard(
         weight_bytes=held * item - int(saved),
         saved_bytes=int(saved),
-        token_bytes=token * item,
+        token_bytes=token * kv_item,
         matmul_items=multiplied,
         expert_items=experts,
         expert_share=spec.expert_share if isinstance(spec, ModelSpec) else 1.0,

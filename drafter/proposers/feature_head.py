@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from drafter.tree.frontier import DraftVocabulary
@@ -80,17 +81,18 @@ class FeatureHead(ABC):
             into=into,
         )
 
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes of one token's entry on this rank."""
+    def bytes_per_slot(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's entry on this rank, with keys and values of `dtype`."""
         layers = self._layer_shapes
-        return KVPool.bytes_per_slot(layers.num_layers, self.heads.num_kv_heads, layers.head_dim, self.dtype)
+        return KVPool.bytes_per_slot(layers.num_layers, self.heads.num_kv_heads, layers.head_dim, dtype)
 
-    def new_kv_pool(self, num_slots: int) -> KVPool:
-        """Allocate a pool for this rank's key-value heads; num_slots = pages (the null page included) * page_size."""
-        layers = self._layer_shapes
-        kv_heads = self.heads.num_kv_heads
-        return KVPool(layers.num_layers, num_slots, kv_heads, layers.head_dim, self.dtype, self.device)
+    def new_kv_pool(self, num_slots: int, dtype: torch.dtype | None = None) -> KVPool:
+        """Allocate a pool for this rank's key-value heads; num_slots = pages (the null page included) * page_size.
+
+        dtype: of keys and values (see `kv_dtype`); None = the head's.
+        """
+        layers, kv_heads = self._layer_shapes, self.heads.num_kv_heads
+        return KVPool(layers.num_layers, num_slots, kv_heads, layers.head_dim, dtype or self.dtype, self.device)
 
 
 def name_in_target(target: Weights, name: str) -> str:

@@ -99,11 +99,14 @@ def assert_counted(counted: int, measured: int, most: float = 2.0) -> None:
     assert measured <= counted <= most * measured, f"{counted} bytes were counted, {measured} were taken"
 
 
-@pytest.mark.parametrize(("method", "dtype"), [("eagle3", "bfloat16"), ("draft_model", "float32")])
+@pytest.mark.parametrize(
+    ("method", "dtype", "kv_cache_dtype"),
+    [("eagle3", "bfloat16", "auto"), ("eagle3", "bfloat16", "fp8"), ("draft_model", "float32", "auto")],
+)
 def test_the_target_takes_what_was_counted(
-    models: Path, monkeypatch: pytest.MonkeyPatch, method: str, dtype: str
+    models: Path, monkeypatch: pytest.MonkeyPatch, method: str, dtype: str, kv_cache_dtype: str
 ) -> None:
-    config = config_of(models, method, dtype=dtype)
+    config = config_of(models, method, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     specs = read_specs(config)
     with simulated_cuda() as cuda:
         measured = Measured(cuda, monkeypatch, (verifier_worker, "decoder_graphs"))

@@ -44,6 +44,18 @@ def test_lengths_and_dtypes_are_read_as_in_vllm():
     assert EngineArgs(max_model_len=4096).max_model_len == 4096
 
 
+@pytest.mark.parametrize(("given", "means"), [("auto", "auto"), ("fp8", "fp8"), ("fp8_e4m3", "fp8")])
+def test_the_kv_cache_has_the_model_s_dtype_or_e4m3(given, means):
+    assert EngineArgs.load({"kv-cache-dtype": given}).kv_cache_dtype == means
+    assert advice_about("--kv-cache-dtype") is None and "fp8" in advice_about("--calculate-kv-scales")
+
+
+@pytest.mark.parametrize("given", ["fp8_e5m2", "bfloat16", "int8", 8])
+def test_other_formats_of_the_kv_cache_say_what_to_write(given):
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype: .*'auto'.*'fp8'"):
+        EngineArgs.load({"kv_cache_dtype": given})
+
+
 def test_a_length_of_auto_says_what_to_write():
     with pytest.raises(ConfigError, match="max_model_len: must be a number; leave it out"):
         EngineArgs.load({"max_model_len": "auto"})

@@ -37,7 +37,7 @@ from workers.kernels import (
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """The limit per program by compute capability."""
-INT64, FLOAT = "*i64", "*fp32"
+INT64, FLOAT, FP8 = "*i64", "*fp32", "*fp8e4nv"
 _TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -46,6 +46,7 @@ class Case:
     """A kernel and its arguments.
 
     types: of the arguments that are not 32-bit integers. aligned: numbers that are multiples of 16, beside the strides.
+    least_arch: the lowest compute capability for which Triton compiles it.
     """
 
     name: str
@@ -116,7 +117,9 @@ def _run(*command: str | Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def attention(name: str, dtype: str, width: int, *, pairs: int, is_split: bool, **constants: Any) -> Case:
+def attention(
+    name: str, dtype: str, width: int, *, pairs: int, is_split: bool, kv_dtype: str | None = None, **constants: Any
+) -> Case:
     """Return a case of the attention kernel, launched as `tree_attention` does."""
     padded = max(16, triton.next_power_of_2(width))
     keys = triton_attention.keys_of_block(padded, 4 if dtype == FLOAT else 2)
@@ -129,11 +132,12 @@ def attention(name: str, dtype: str, width: int, *, pairs: int, is_split: bool, 
         )
         | dict(HAS_SOFTCAP=False, HAS_SINKS=False, UPCAST=False)
         | constants,
-        types=dict(q_ptr=dtype, kv_ptr=dtype, out_ptr=dtype, partial_ptr=out, lse_ptr=out, sink_ptr=dtype)
+        types=dict(q_ptr=dtype, kv_ptr=kv_dtype or dtype, out_ptr=dtype, partial_ptr=out, lse_ptr=out, sink_ptr=dtype)
         | dict(scale="fp32", softcap="fp32")
         | dict.fromkeys(("tiles_ptr", "tile_lows_ptr", "visible_ptr", "lows_ptr", "ancestors_ptr"), INT64)
         | dict(table_ptr="*i32"),
         num_warps=triton_attention.warps_of_tile(pairs),
+        least_arch=80 if kv_dtype is None else 89,  # below, there is no conversion from e4m3
     )
 
 
@@ -149,6 +153,11 @@ def cases() -> Iterator[Case]:
         "bf16, 256, softcap, sinks", "*bf16", 256, pairs=128, is_split=True, HAS_SOFTCAP=True, HAS_SINKS=True
     )
     yield attention("71 heads a group, bf16, 64", "*bf16", 64, pairs=128, is_split=True, GROUP=71, KV_HEADS=1)
+    for name, pairs, is_split in (("a tree of 17 rows", 128, True), ("a prompt", 128, False), ("decoding", 16, True)):
+        yield attention(f"{name}, bf16, 128, fp8 KV", "*bf16", 128, pairs=pairs, is_split=is_split, kv_dtype=FP8)
+    yield attention("fp16, 80, fp8 KV", "*fp16", 80, pairs=128, is_split=False, kv_dtype=FP8)
+    yield attention("bf16, 256, fp8 KV", "*bf16", 256, pairs=128, is_split=True, kv_dtype=FP8)
+    yield attention("fp32, 128, fp8 KV", "*fp32", 128, pairs=16, is_split=True, kv_dtype=FP8)
     yield attention("fp32, 64", "*fp32", 64, pairs=16, is_split=True)
     yield attention("fp32, 128", "*fp32", 128, pairs=16, is_split=True)
     yield attention("fp32, 256", "*fp32", 256, pairs=16, is_split=False)

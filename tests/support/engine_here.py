@@ -24,6 +24,7 @@ from verifier.hidden_states import HiddenStatePool, max_buffered_states
 from verifier.target import Target
 from workers.comm.ipc import FrameDecoder, FrameSocket, StepOutput, Submit, TokenChunk, encode
 from workers.config import EngineConfig
+from workers.kv_cache import kv_dtype
 from workers.models.decoder import Decoder
 from workers.models.eagle3_format import FeatureFusion, read_eagle3_spec
 from workers.models.readers import read_spec
@@ -92,12 +93,14 @@ def engine_here(
     if config.draft is not None and config.draft.reads_features:
         fusion = pair.fusion
         waiting = HiddenStatePool(max_buffered_states(config), width, dtype=torch.float32, device=cpu)
-    verifier = target(pair.decoder, pair.decoder.new_kv_pool(num_slots), config.page_size, None, fusion, waiting)
+    kv_type = kv_dtype(config, pair.decoder.kernels, cpu)
+    kv = pair.decoder.new_kv_pool(num_slots, kv_type)
+    verifier = target(pair.decoder, kv, config.page_size, None, fusion, waiting)
     vocab_size = pair.decoder.spec.vocab_size
     verifier.grammars = Grammars(TokenTable.of(config, vocab_size))
     drafter = None
     if config.draft is not None:
-        own = proposer(pair.head, pair.head.new_kv_pool(num_slots), config.page_size, config.tree_rows)
+        own = proposer(pair.head, pair.head.new_kv_pool(num_slots, kv_type), config.page_size, config.tree_rows)
         is_hybrid = config.draft.acceptance.sample_method == "hybrid"
         drafter = FakeChannel(
             own,

@@ -37,7 +37,9 @@ def _attend(
     is_read = (slot >= tile_low[tile, None]) & (slot < last[tile, None])
     pages = table.view(-1, table_width)[request[tile]].repeat_interleave(PAGE, dim=1)
     # Unread slots are absent. Slots that are read and masked must still hold finite numbers.
-    keys, values = kv[torch.where(is_read, pages * PAGE + slot % PAGE, 0)].unbind(2)
+    stored = kv.view(torch.uint8) if kv.element_size() == 1 else kv  # torch indexes no 8-bit floats on a CPU
+    kv_slots = stored[torch.where(is_read, pages * PAGE + slot % PAGE, 0)]
+    keys, values = kv_slots.view(kv.dtype).to(q.dtype).unbind(2)
     values = torch.where(is_read[:, :, None, None], values.float(), 0).repeat_interleave(GROUP, dim=2)
     score = torch.einsum("nhd,nshd->nhs", q.float(), keys.float().repeat_interleave(GROUP, dim=2)) * scale
     score = softcap * (score / softcap).tanh() if HAS_SOFTCAP else score

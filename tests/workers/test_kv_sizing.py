@@ -12,7 +12,7 @@ import torch
 
 from workers import kv_sizing
 from workers.config import DraftConfig, EngineConfig
-from workers.kv_cache import KVPool
+from workers.kv_cache import FP8, KVPool
 from workers.kv_sizing import agree_on_pages, logits_bytes, ranks_on_device_of
 
 GIB = 1 << 30
@@ -127,7 +127,7 @@ def test_too_few_configured_pages_are_an_error_that_names_num_pages(monkeypatch)
         pages(monkeypatch, engine(max_model_len=1024, num_pages=20), [1], [0.0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
 def test_a_slot_takes_the_reported_bytes(dtype):
     pool = KVPool(3, 32, 2, 24, dtype, "cpu")
     assert pool.data.nbytes == 32 * KVPool.bytes_per_slot(3, 2, 24, dtype)

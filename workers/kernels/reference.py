@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from workers.kernels.block_scaled import block_scaled_linear, keeps_float8
@@ -49,6 +50,8 @@ class TopK(NamedTuple):
 
 def copy_slots(pool: Tensor, source_C: Tensor, target_C: Tensor) -> None:
     """See `workers.kernels.select.Kernels.copy_slots`."""
+    if pool.element_size() == 1:
+        pool = pool.view(torch.uint8)  # torch copies 8-bit floats by index on no CPU
     pool.index_copy_(1, target_C, pool.index_select(1, source_C))
 
 

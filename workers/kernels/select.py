@@ -82,7 +82,8 @@ class Kernels(Protocol):
 
         Args:
             q_NHd: [N, Hq, d] rotated queries (any strides; d contiguous).
-            kv_slots: [slots, 2, Hkv, d], one layer of a KVPool that already contains this step's keys and values.
+            kv_slots: [slots, 2, Hkv, d], one layer of a KVPool that already contains this step's keys and values. They
+                have q's dtype or are float8_e4m3fn, and are then converted to it.
             plan: the result of this set's `plan`.
             scale: factor on the scores, 1 / sqrt(d).
             window: one of the windows given to `plan`.

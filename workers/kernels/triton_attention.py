@@ -358,7 +358,7 @@ def _lowest(metadata: AttentionMetadata, owner_N: np.ndarray, low_WN: np.ndarray
 def _add_block(
     q, m, total, out, start, end, row_low, row_visible, ancestors, base, kv_ptr, table_ptr, scale, softcap,
     KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-    IS_MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+    IS_MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Attend to KEYS slots from `start`. Without masks every row sees all of them."""
     slot = start + tl.arange(0, KEYS)
@@ -378,9 +378,8 @@ def _add_block(
     else:
         k = tl.load(kv_ptr + place[:, None] + dim[None, :])
         v = tl.load(kv_ptr + KV_HEADS * WIDTH + place[:, None] + dim[None, :])
-    if UPCAST:
-        k = k.to(tl.float32)
-        v = v.to(tl.float32)
+    k = k.to(q.dtype)  # from 8 bits; interpreted, from 16
+    v = v.to(q.dtype)
     score = tl.dot(q, tl.trans(k), input_precision="ieee")  # in powers of 2
     if HAS_SOFTCAP:  # tanh x = 1 - 2 / (e^2x + 1)
         score = softcap - 2.0 * softcap / (tl.exp(score * (scale * 2.0 / softcap)) + 1.0)
@@ -456,13 +455,13 @@ def _attend(
     for block in range(num_before, num_before + num_plain):
         m, total, out = _add_block(
             q, m, total, out, begin + block * KEYS, end, low, visible, ancestors, base, kv_ptr, table_ptr,
-            scale, softcap, KV_HEADS, WIDTH, PADDED_WIDTH, PAGE, KEYS, False, HAS_SOFTCAP, UPCAST,
+            scale, softcap, KV_HEADS, WIDTH, PADDED_WIDTH, PAGE, KEYS, False, HAS_SOFTCAP,
         )  # fmt: skip
     for masked in range(num_blocks - num_plain):
         block = tl.where(masked < num_before, masked, masked + num_plain)
         m, total, out = _add_block(
             q, m, total, out, begin + block * KEYS, end, low, visible, ancestors, base, kv_ptr, table_ptr,
-            scale, softcap, KV_HEADS, WIDTH, PADDED_WIDTH, PAGE, KEYS, True, HAS_SOFTCAP, UPCAST,
+            scale, softcap, KV_HEADS, WIDTH, PADDED_WIDTH, PAGE, KEYS, True, HAS_SOFTCAP,
         )  # fmt: skip
     if HAS_SINKS:
         if split == 0:

@@ -59,10 +59,13 @@ class BaseDecoder(ABC):
             into=into,
         )
 
-    def new_kv_pool(self, num_slots: int) -> KVPool:
-        """Allocate a pool for this rank's key-value heads; num_slots = pages (with the null page) * page_size."""
-        spec = self.spec
-        return KVPool(spec.num_layers, num_slots, self.heads.num_kv_heads, spec.head_dim, self.dtype, self.device)
+    def new_kv_pool(self, num_slots: int, dtype: torch.dtype | None = None) -> KVPool:
+        """Allocate a pool for this rank's key-value heads; num_slots = pages (with the null page) * page_size.
+
+        dtype: of keys and values (see `kv_dtype`); None = the model's.
+        """
+        spec, kv_heads = self.spec, self.heads.num_kv_heads
+        return KVPool(spec.num_layers, num_slots, kv_heads, spec.head_dim, dtype or self.dtype, self.device)
 
     @abstractmethod
     def forward(self, tokens_N: Tensor, positions_N: Tensor, plan: AttentionPlan, kv: KVPool) -> Hidden:

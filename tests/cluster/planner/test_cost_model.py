@@ -26,6 +26,7 @@ from cluster.planner.memory import (
 )
 from cluster.planner.report import run
 from cluster.planner.roofline import cost_table, forward_ms
+from cluster.planner.topology import describe
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from secateur.plan import HARDWARE, CostTable, DraftCostTable, Hardware, PlanRequest, VerifyCostTable
@@ -326,11 +327,11 @@ def test_ranks_share_matrices_but_not_the_embedding_nor_few_kv_heads() -> None:
     shapes, spec = tensor_shapes(BUNDLED / "target"), read_spec(BUNDLED / "target")
     embedding = math.prod(shapes["model.embed_tokens.weight"])
     layers = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2) - embedding
-    assert model_shard(shapes, spec, 1, 4).matmul_items == layers + embedding  # the head is tied to it
-    assert model_shard(shapes, spec, 2, 4).matmul_items == (layers + embedding) / 2
+    assert model_shard(shapes, spec, 1, 4, 4).matmul_items == layers + embedding  # the head is tied to it
+    assert model_shard(shapes, spec, 2, 4, 4).matmul_items == (layers + embedding) / 2
     keys = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(("k_proj.weight", "v_proj.weight")))
     # Four key-value heads on eight ranks: each holds a quarter of them.
-    assert model_shard(shapes, spec, 8, 4).matmul_items == (layers - keys + embedding) / 8 + keys / 4
+    assert model_shard(shapes, spec, 8, 4, 4).matmul_items == (layers - keys + embedding) / 8 + keys / 4
 
 
 def test_pages_fill_the_memory_that_weights_leave(llama_8b: EngineConfig) -> None:
@@ -339,6 +340,20 @@ def test_pages_fill_the_memory_that_weights_leave(llama_8b: EngineConfig) -> Non
     assert target.workspace_bytes > 3 * 4 * 128256 * 64, "the logits, and more"
     assert pages == (0.9 * 80e9 - target.weight_bytes - target.workspace_bytes) // (16 * target.token_bytes)
     assert pages_on_device(llama_8b, [target], 16e9) == 0
+
+
+def test_a_kv_cache_in_8_bits_holds_twice_the_pages_of_16(llama_8b: EngineConfig) -> None:
+    fp8 = replace(llama_8b, kv_cache_dtype="fp8")
+    [target], [small] = model_shards(llama_8b), model_shards(fp8)
+    assert (2 * small.token_bytes, small.weight_bytes) == (target.token_bytes, target.weight_bytes)
+    pages, twice = pages_on_device(llama_8b, [target], 80e9), pages_on_device(fp8, [small], 80e9)
+    assert twice == pytest.approx(2 * pages, rel=1e-3)
+    text = describe("plan", fp8, [small])
+    assert "bfloat16 with a KV cache in fp8" in text and "65.5 kB" in text
+    drafted = bundled(DYNAMIC, kv_cache_dtype="fp8")
+    assert [4 * shard.token_bytes for shard in model_shards(drafted)] == [
+        shard.token_bytes for shard in model_shards(replace(drafted, kv_cache_dtype="auto"))
+    ]
 
 
 def test_a_drafter_takes_weights_states_and_pages_if_colocated() -> None:

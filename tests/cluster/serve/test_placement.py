@@ -226,6 +226,13 @@ def test_kernels_and_graphs_are_carried_over_and_triton_needs_cuda() -> None:
         engine_config(args(device="cpu", kernels="triton"))
 
 
+def test_the_dtype_of_the_kv_cache_is_carried_over() -> None:
+    assert engine_config(args()).kv_cache_dtype == "auto"
+    engine = engine_config(args(kv_cache_dtype="fp8"))
+    assert engine.kv_cache_dtype == "fp8" and (engine.item_bytes, engine.kv_item_bytes) == (4, 1)
+    assert EngineConfig.from_json(engine.to_json()) == engine
+
+
 def test_sums_through_peer_memory_need_several_gpus_and_triton() -> None:
     two = args(device="cuda", tensor_parallel_size=2, custom_all_reduce=True)
     assert engine_config(two).custom_all_reduce and not engine_config(args()).custom_all_reduce

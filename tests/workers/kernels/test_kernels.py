@@ -29,11 +29,12 @@ from workers.kernels.interpreted import is_interpreted
 from workers.kernels.select import TORCH, Kernels, kernels_for
 from workers.kernels.triton_attention import DeviceTable, PlanShape
 from workers.kernels.triton_sampling import _gumbel, _philox
+from workers.kv_cache import FP8
 from workers.sampling import sampler
 from workers.sampling.philox import gumbel
 from workers.sampling.sampler import draw
 from workers.settings import SamplingSettings
-from workers.types import SamplingBatch
+from workers.types import AttentionMetadata, SamplingBatch
 
 DEVICE = "cpu" if is_interpreted() else "cuda"
 both = pytest.mark.parametrize("kernels", [reference, fused], ids=["torch", "triton"])
@@ -123,6 +124,44 @@ def test_scores_are_capped_and_sinks_take_their_share(
     batch = Batch([(prefix, RAGGED), (3, [-1])] if prefix < 1500 else [(prefix, CHAIN)], 16)
     options = dict(q_heads=6, kv_heads=2, softcap=softcap, has_sinks=has_sinks)
     compare(kernels, batch, device=DEVICE, window=None if prefix < 1500 else 1200, **options)  # type: ignore[arg-type]
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("requests", "head_dim"), [([(17, CHAIN), (0, 8), (40, RAGGED)], 20), ([(700, CHAIN)], 32)])
+def test_keys_and_values_in_8_bits_are_attended_to_as_converted(
+    kernels: Kernels, requests: list[tuple[int, list[int] | int]], head_dim: int, dtype: torch.dtype
+) -> None:
+    """Conversion from e4m3 is exact in every dtype of queries; a single request's slots are read in place."""
+    batch = Batch(requests, 16)
+    q = torch.randn(len(batch.owner), 4, head_dim).to(dtype)
+    stored = torch.randn(batch.num_slots, 2, 2, head_dim).to(FP8)
+    plan = kernels.plan(batch.metadata, 16, group_size=2, dtype=dtype, device=DEVICE)
+    out, expected = (
+        kernels.tree_attention(q.to(DEVICE), kv.to(DEVICE), plan, 0.3).cpu() for kv in (stored, stored.to(dtype))
+    )
+    assert out.dtype == dtype and torch.equal(out, expected)
+    assert (out - batch.dense(q, stored.to(dtype), 0.3)).abs().max() < 0.03 + 1e-5
+
+
+@both
+def test_all_values_of_8_bits_are_converted(kernels: Kernels) -> None:
+    """One key for each byte: a row that sees a single one returns its value."""
+    stored = torch.arange(256, dtype=torch.uint8).view(FP8)
+    kv = torch.zeros(256, 2, 1, 16, dtype=torch.uint8).view(FP8)
+    kv.view(torch.uint8)[:, 1] = torch.arange(256, dtype=torch.uint8)[:, None, None]
+    table = np.arange(256, dtype=np.int32)[:, None]
+    some = np.zeros(256, dtype=np.int32)
+    metadata = AttentionMetadata(
+        query_offsets=np.arange(257, dtype=np.int32), page_table_BP=table, base_B=some, slot_N=some,
+        visible_N=some + 1, ancestors_N=np.zeros(256, dtype=np.int64),
+    )  # fmt: skip
+    plan = kernels.plan(metadata, 1, device=DEVICE)
+    out = kernels.tree_attention(torch.zeros(256, 1, 16, device=DEVICE), kv.to(DEVICE), plan, 0.3).cpu()
+    expected = stored.float()
+    if kernels is fused and is_interpreted():  # the interpreter knows no NaN of 8 bits
+        expected[[127, 255]] = torch.tensor([480.0, -480.0])
+    assert torch.equal(out.nan_to_num(1000), expected.nan_to_num(1000)[:, None].expand(-1, 16))
 
 
 @both
@@ -239,7 +278,7 @@ def test_nan_in_one_request_does_not_affect_others() -> None:
     [([7], [3]), ([4, 6, 9], [3, 4, 5]), ([2, 1, 5], [1, 2, 3]), (range(10, 30), range(9, 29)), ([], [])],
     ids=["one", "path", "swap", "long", "none"],
 )
-@pytest.mark.parametrize(("head_dim", "dtype"), [(6, torch.float16), (20, torch.float32)], ids=str)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(6, torch.float16), (20, torch.float32), (6, FP8), (64, FP8)], ids=str)
 def test_all_moving_tokens_are_read_before_any_is_written(
     kernels: Kernels, source: list[int], target: list[int], head_dim: int, dtype: torch.dtype
 ) -> None:
@@ -252,7 +291,7 @@ def test_all_moving_tokens_are_read_before_any_is_written(
     moved = pool.to(DEVICE)
     slots = (torch.tensor(list(values), dtype=torch.int64, device=DEVICE) for values in (source, target))
     kernels.copy_slots(moved, *slots)
-    assert torch.equal(moved.cpu(), expected)
+    assert torch.equal(moved.cpu().float(), expected.float())
 
 
 # Drawing
