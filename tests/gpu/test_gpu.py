@@ -85,6 +85,24 @@ def test_seeded_tokens_do_not_depend_on_speculation() -> None:
         assert [answer.tokens for answer in drafted.run(jobs, concurrency=8)] == alone
 
 
+@pytest.mark.parametrize("options", [{}, {"kernels": "torch"}], ids=["triton", "torch"])
+def test_a_kv_cache_in_8_bits_gives_the_same_tokens_with_and_without_drafts(options: dict[str, object]) -> None:
+    if not options and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("Triton converts no e4m3 on this GPU")
+    samplings = [SamplingSettings(temperature=0.0), SamplingSettings(top_p=0.9, seed=5)]
+    jobs = [
+        GenerationJob(prompt=prompt, max_tokens=NUM_TOKENS, sampling=samplings[i % 2])
+        for i, prompt in enumerate(prompts(12))
+    ]
+    answers = []
+    for tree in (None, CHAIN, DYNAMIC, AUTO):
+        with Runner(on_cuda(tree, kv_cache_dtype="fp8", **options)) as runner:
+            answers.append([answer.tokens for answer in runner.run(jobs, concurrency=8)])
+    assert answers[1:] == answers[:1] * 3
+    with Runner(on_cuda(None, **options)) as runner:
+        assert answers[0] != [answer.tokens for answer in runner.run(jobs, concurrency=8)], "nothing was rounded"
+
+
 @pytest.fixture
 def a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Show three GPUs, the same ones again if there are fewer, as parts of different machines, or NCCL would refuse."""

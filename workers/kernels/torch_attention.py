@@ -139,11 +139,8 @@ def tree_attention(
     outputs = []
     for group in plan.groups:
         B, R, _ = group.shape
-        q_BHXd, (k_BHSd, v_BHSd), mask = (
-            group.queries(q_NHd, H),
-            group.keys_values(kv_slots, q_NHd.dtype),
-            group.masks[window],
-        )
+        q_BHXd, mask = group.queries(q_NHd, H), group.masks[window]
+        k_BHSd, v_BHSd = group.keys_values(kv_slots, q_NHd.dtype)
         if softcap is None and sink_H is None:
             out = F.scaled_dot_product_attention(q_BHXd, k_BHSd, v_BHSd, attn_mask=mask, scale=scale)
         else:

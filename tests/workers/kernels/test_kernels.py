@@ -126,6 +126,11 @@ def test_scores_are_capped_and_sinks_take_their_share(
     compare(kernels, batch, device=DEVICE, window=None if prefix < 1500 else 1200, **options)  # type: ignore[arg-type]
 
 
+def _skip_without_fp8(kernels: Kernels) -> None:
+    if kernels is fused and DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("Triton converts no e4m3 on this GPU")
+
+
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("requests", "head_dim"), [([(17, CHAIN), (0, 8), (40, RAGGED)], 20), ([(700, CHAIN)], 32)])
@@ -133,6 +138,7 @@ def test_keys_and_values_in_8_bits_are_attended_to_as_converted(
     kernels: Kernels, requests: list[tuple[int, list[int] | int]], head_dim: int, dtype: torch.dtype
 ) -> None:
     """Conversion from e4m3 is exact in every dtype of queries; a single request's slots are read in place."""
+    _skip_without_fp8(kernels)
     batch = Batch(requests, 16)
     q = torch.randn(len(batch.owner), 4, head_dim).to(dtype)
     stored = torch.randn(batch.num_slots, 2, 2, head_dim).to(FP8)
@@ -140,13 +146,16 @@ def test_keys_and_values_in_8_bits_are_attended_to_as_converted(
     out, expected = (
         kernels.tree_attention(q.to(DEVICE), kv.to(DEVICE), plan, 0.3).cpu() for kv in (stored, stored.to(dtype))
     )
-    assert out.dtype == dtype and torch.equal(out, expected)
+    # Compiled, the multiplication may have another layout behind a conversion.
+    tolerance = 0.0 if kernels is reference or is_interpreted() else TOLERANCE[dtype]
+    assert out.dtype == dtype and (out - expected).abs().max() <= tolerance
     assert (out - batch.dense(q, stored.to(dtype), 0.3)).abs().max() < 0.03 + 1e-5
 
 
 @both
 def test_all_values_of_8_bits_are_converted(kernels: Kernels) -> None:
     """One key for each byte: a row that sees a single one returns its value."""
+    _skip_without_fp8(kernels)
     stored = torch.arange(256, dtype=torch.uint8).view(FP8)
     kv = torch.zeros(256, 2, 1, 16, dtype=torch.uint8).view(FP8)
     kv.view(torch.uint8)[:, 1] = torch.arange(256, dtype=torch.uint8)[:, None, None]
