@@ -53,6 +53,7 @@ def about(args: EngineArgs, config: EngineConfig, plan: Mapping[str, object], no
         "model": args.model,
         "target": target_label(plan),
         "dtype": config.dtype,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "speculative_config": spec.model_dump(exclude_unset=True) if spec else None,
         **plan,
         "notes": list(notes),
