@@ -8,15 +8,17 @@ import pytest
 
 from tests.support.engines import AUTO, CHAIN, DYNAMIC, STATIC, GeneratedAnswer, GenerationJob, Runner, bundled, prompts
 from workers.comm.ipc import Speculation
-from workers.config import EngineConfig
+from workers.config import EngineConfig, SimulatedCosts
 from workers.settings import SamplingSettings
 
 SMALL = {"max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 256, "kv_cache_dtype": "fp8"}
+PRICED = replace(AUTO, prune=replace(AUTO.prune, simulated_costs=SimulatedCosts(step_ms=10, row_ms=0.01)))
+"""With measured costs, a busy machine would draft less."""
 ENGINES = {
     "chain": bundled(CHAIN, **SMALL),
     "static": bundled(STATIC, **SMALL),
     "dynamic": bundled(DYNAMIC, **SMALL),
-    "auto, draft model": bundled(AUTO, method="draft_model", **SMALL),
+    "auto, draft model": bundled(PRICED, method="draft_model", **SMALL),
     "dynamic, TP 2": bundled(DYNAMIC, tp=2, draft_tp=2, **SMALL),
 }
 SAMPLINGS = [SamplingSettings(temperature=0.0), SamplingSettings(temperature=0.9, top_p=0.9)]
