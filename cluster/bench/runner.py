@@ -69,6 +69,13 @@ class Runner:
         self._loop.close()
 
     @property
+    def topology(self) -> list[dict[str, str | int]]:
+        """What each rank reported at start-up, see `World.gather_topology`."""
+        ready = self._engine.client.ready
+        assert ready is not None
+        return ready.topology
+
+    @property
     def stats(self) -> EngineStats:
         """The engine's latest statistics."""
         return self._engine.client.stats

@@ -90,6 +90,8 @@ class World:
         entry: dict[str, str | int] = {
             "role": side, "tp_rank": self.tp.rank, "rank": self.rank, "pid": os.getpid(), "device": str(self.device)
         }  # fmt: skip
+        if self.tp.through_peers is not None:
+            entry["all_reduce"] = "peer memory"
         entries: list[dict[str, str | int]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(entries, entry | report)
         return entries
