@@ -57,7 +57,7 @@ def open_peer_all_reduce(
     opened, error = None, ""
     try:
         own, addresses = map_memory(num_bytes(size), group, device)
-        opened = PeerAllReduce(own, addresses, rank)
+        opened = PeerAllReduce(own, addresses, rank, dtype)
     except (RuntimeError, OSError) as failure:
         error = str(failure).partition("\n")[0]
     if not _all_agree(opened is not None, group):

@@ -1,6 +1,6 @@
 """All-reduce among the GPUs of one node through peer memory, in one launch: for sums too small to wait for NCCL.
 
-    PeerAllReduce(own, addresses_T, rank).sum_(x) -> bool        num_bytes(num_ranks) -> int
+    PeerAllReduce(own, addresses_T, rank, dtype).sum_(x) -> bool        num_bytes(num_ranks) -> int
 
 A decoding step sums some hundred KB twice a layer. NCCL takes 12 to 20 us for that, most of them in its protocol. Here
 every program copies its part of `x` to its own GPU's memory, tells the same program of every other rank, waits for
@@ -55,31 +55,29 @@ def _signal_bytes(num_ranks: int) -> int:
 
 
 class PeerAllReduce:
-    """Sums over the ranks, which all construct it and call it in the same order, with one dtype.
+    """Sums over the ranks, which all construct it and call it in the same order.
 
     Args:
         own: uint8 [num_bytes], zeros on this rank's device, which the other ranks have mapped.
         addresses_T: of every rank's such memory as mapped by this process.
         rank: this rank's place among them.
+        dtype: of what it sums; one, because a block's place depends on its bytes.
     """
 
-    def __init__(self, own: Tensor, addresses_T: list[int], rank: int) -> None:
+    def __init__(self, own: Tensor, addresses_T: list[int], rank: int, dtype: torch.dtype) -> None:
         self._own = own  # must outlive the others' accesses
         self._addresses_T = torch.tensor(addresses_T, dtype=torch.int64, device=own.device)
-        self._rank = rank
+        self._rank, self._dtype = rank, dtype
         self._runs = torch.zeros(_PROGRAMS, dtype=torch.int32, device=own.device)
-        self._dtype: torch.dtype | None = None
 
     def sum_(self, x: Tensor, most_looks: int = 0) -> bool:
-        """Sum `x` over the ranks in place, or return False if it is too large, not contiguous or not of whole words.
+        """Sum `x` over the ranks in place; False if it is too large, strided, of another dtype or no whole words.
 
         most_looks: stop waiting for another rank after so many looks at its signal; the sum is wrong then. 0 = never.
         """
         total = x.numel() * x.element_size()
-        if not 0 < total <= MOST_BYTES or total % _WORD_BYTES or not x.is_contiguous() or x.dtype not in _DTYPES:
+        if not 0 < total <= MOST_BYTES or total % _WORD_BYTES or not x.is_contiguous() or x.dtype is not self._dtype:
             return False
-        self._dtype = self._dtype or x.dtype
-        assert x.dtype is self._dtype, "a block's place depends on its bytes"
         num_ranks = len(self._addresses_T)
         num_programs = min(_PROGRAMS, triton.cdiv(total, _BLOCK_BYTES))
         _sum_over_ranks[(num_programs,)](

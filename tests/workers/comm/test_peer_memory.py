@@ -85,7 +85,7 @@ def check_sums(rank: int, group: dist.ProcessGroup, map_memory: Any, dtype: torc
     tp = TensorParallel(rank, size, group, through_peers=opened)
     whole = torch.ones(MOST_BYTES // dtype.itemsize + 8, dtype=dtype)
     strided = torch.ones(4, 6, dtype=dtype)[:, ::2]
-    assert not any(opened.sum_(other) for other in (whole, strided, whole[:5]))
+    assert not any(opened.sum_(other) for other in (whole, strided, whole[:5], whole[:8].double()))
     assert (tp.all_reduce_(whole) == size).all() and (tp.all_reduce_(whole[:16]) == size * size).all()
 
 
@@ -98,7 +98,7 @@ def test_every_rank_gets_the_sum_in_the_order_of_the_ranks(size: int, dtype: tor
 
 def check_wrapping(rank: int, group: dist.ProcessGroup, map_memory: Any) -> None:
     own, addresses = map_memory(num_bytes(2), group, CPU)
-    opened = PeerAllReduce(own, addresses, rank)
+    opened = PeerAllReduce(own, addresses, rank, torch.float32)
     opened._runs += 2**31 - 2
     own[: 2 * 32 * 2 * 4].view(torch.int32).fill_(2**31 - 2)
     dist.barrier(group)
