@@ -69,7 +69,7 @@ class KVPool:
         # Zeros, because a masked-out NaN in a value would still turn a weighted sum into NaN.
         self.data = torch.zeros(num_layers, num_slots, 2, kv_heads, head_dim, dtype=dtype, device=device)
         self._layers = tuple(self.data.unbind(0))
-        # Bytes, because torch copies 8-bit floats by index on no CPU.
+        # Bytes, because torch cannot copy 8-bit floats by index on a CPU.
         self._byte_layers = tuple(self.data.view(torch.uint8).unbind(0)) if dtype == FP8 else ()
 
     @property

@@ -86,6 +86,6 @@ def bytes_per_weight(config: EngineConfig) -> float:
     weights = Weights(config.model_path, dtype)
     sizes = {name: math.prod(weights.shape(name)) for name in weights.names() if len(weights.shape(name)) == 2}
     if config.device != "cpu":
-        kept = sizes_in_8_bits(config, config.model_path, read_spec(config.model_path))
+        kept = sizes_in_8_bits(config, config.model_path, read_spec(config.model_path), config.tensor_parallel_size)
         return sum(size * kept.get(name, dtype.itemsize) for name, size in sizes.items()) / sum(sizes.values())
     return sum(size * linear.bytes_per_weight(weights.get(name)) for name, size in sizes.items()) / sum(sizes.values())

@@ -56,7 +56,7 @@ def model_shards(config: EngineConfig) -> list[ModelShard]:
     stored = _of_text_model(tensor_shapes(Path(config.model_path))) or expected_shapes(target, config.model_path)
     item, kv_item, draft = config.item_bytes, config.kv_item_bytes, config.draft
     own = {name: shape for name, shape in stored.items() if not name.startswith(MTP_PREFIXES)}
-    sizes = sizes_in_8_bits(config, config.model_path, target)
+    sizes = sizes_in_8_bits(config, config.model_path, target, config.tensor_parallel_size)
     reads_taps = draft is not None and draft.method == "eagle3"
     width = (3 if reads_taps else 1) * target.hidden_size if draft is not None and draft.reads_features else 0
     workspace = target_workspace(config, target, num_taps=3 if reads_taps else 0, state_width=width)
@@ -69,7 +69,7 @@ def model_shards(config: EngineConfig) -> list[ModelShard]:
     if spec is None:
         return [*found, ModelShard(token_bytes=_TOKEN_ID_BYTES)]
     if draft.method != "mtp":
-        sizes = sizes_in_8_bits(config, draft.model_path, spec)
+        sizes = sizes_in_8_bits(config, draft.model_path, spec, config.draft_ranks)
     else:
         shapes = {name: shape for name, shape in stored.items() if name.startswith(MTP_PREFIXES)}
     shapes = shapes or expected_shapes(spec, draft.model_path)
@@ -128,10 +128,11 @@ def model_shard(
     )
 
 
-def sizes_in_8_bits(config: EngineConfig, folder: str, spec: DraftSpec) -> dict[str, float]:
+def sizes_in_8_bits(config: EngineConfig, folder: str, spec: DraftSpec, ranks: int) -> dict[str, float]:
     """Return the bytes per weight of the matrices of a folder that a GPU keeps in 8 bits, their scales included.
 
-    {} where none are kept so. The GPU is taken to convert float8, see `workers.kernels.triton_linear.keeps_float8`.
+    {} where none are kept so. Columns that are cut inside a block are not, which some ranks then dequantize. The GPU is
+    taken to convert float8, see `workers.kernels.triton_linear.keeps_float8`.
     """
     is_kept = config.device == "cuda" and config.kernels != "torch" and config.item_bytes == 2
     if not is_kept or isinstance(spec, TransformersSpec):
@@ -143,7 +144,13 @@ def sizes_in_8_bits(config: EngineConfig, folder: str, spec: DraftSpec) -> dict[
     if weights.fp8_block is None or tile_columns(weights.fp8_block[1]) is None:
         return {}
     names = [name for name in weights.names() if name.endswith("_proj.weight") and not name.endswith(_REPLICATED)]
-    return {name: 1 + 4 / weights.fp8_block[1] for name in names if weights.is_float8(name)}
+    block = weights.fp8_block[1]
+
+    def is_cut(name: str) -> bool:
+        is_split_by_columns = name.endswith(("o_proj.weight", "down_proj.weight"))
+        return is_split_by_columns and any(weights.shape(name)[1] * rank // ranks % block for rank in range(ranks))
+
+    return {name: 1 + 4 / block for name in names if weights.is_float8(name) and not is_cut(name)}
 
 
 def tensor_shapes(folder: Path) -> Shapes:

@@ -1,4 +1,4 @@
-"""The placement of a level's children in Triton, where trees do not grow best-first: one launch, a program per request.
+"""Places a level's children in Triton for trees that do not grow best-first: one launch, a program per request.
 
     start(shape, table) -> GrowingRows      the counterpart of `DeviceShape.start`, whose torch code is its twin
     _place_static                           the rows of the next depth of a static tree or chain

@@ -2,7 +2,7 @@
 
     open_peer_all_reduce(group, dtype, device) -> PeerAllReduce | None
 
-PyTorch's symmetric memory maps it where the GPUs of one machine reach each other, by NVLink or PCI Express.
+PyTorch's symmetric memory maps it where the GPUs of one machine reach each other's memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.kernels.triton_all_reduce import MOST_RANKS, PeerAllReduce, num_bytes
+from workers.kernels.triton_all_reduce import MOST_RANKS, ONE_SHOT_BYTES, PeerAllReduce, num_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,6 @@ MapMemory = Callable[[int, dist.ProcessGroup, torch.device], tuple[Tensor, list[
 """(bytes, group, device) -> this rank's zeroed memory uint8 [bytes], and the address of every rank's in this process.
 Collective. Raises RuntimeError or OSError."""
 
-_CHECKED = ((1, 1000), (17, 4096), (400, 4096))
-"""Shapes of the sums that are checked: part of a block, one-shot, two-shot."""
 _MOST_LOOKS = 1 << 20
 """How often a checked sum looks for another rank, about a second on a GPU."""
 
@@ -36,9 +34,15 @@ def map_symmetric(size: int, group: dist.ProcessGroup, device: torch.device) -> 
 
     # To each rank its own GPU is device 0, which PyTorch would take for one GPU that all ranks share.
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    own = symm_mem.empty(size, dtype=torch.uint8, device=device)
-    own.zero_()
-    torch.cuda.synchronize(device)
+    own, error = None, ""
+    try:
+        own = symm_mem.empty(size, dtype=torch.uint8, device=device).zero_()
+        torch.cuda.synchronize(device)
+    except RuntimeError as failure:
+        error = str(failure)
+    if not _all_agree(own is not None, group):  # or the others would wait for this rank
+        raise RuntimeError(error or "another rank could not allocate the memory")
+    assert own is not None
     return own, list(symm_mem.rendezvous(own, group).buffer_ptrs)
 
 
@@ -53,7 +57,8 @@ def open_peer_all_reduce(
     hosts: list[str] = [""] * size
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     if len(set(hosts)) > 1 or size > MOST_RANKS:
-        return _none(rank, f"it connects up to {MOST_RANKS} ranks of one machine, these are {size} on {set(hosts)}")
+        where = ", ".join(sorted(set(hosts)))
+        return _none(rank, f"it connects at most {MOST_RANKS} ranks of one machine, and these are {size} on {where}")
     opened, error = None, ""
     try:
         own, addresses = map_memory(num_bytes(size), group, device)
@@ -63,25 +68,27 @@ def open_peer_all_reduce(
     if not _all_agree(opened is not None, group):
         return _none(rank, error or "another rank could not map the memory")
     assert opened is not None
-    is_right = [_is_right(opened, shape, dtype, group, device) for shape in _CHECKED]
+    one_shot = ONE_SHOT_BYTES // (size * dtype.itemsize) // 8 * 8
+    is_right = [_is_right(opened, count, dtype, group, device) for count in (1000, one_shot, 3 * one_shot)]
     if not _all_agree(all(is_right), group):
-        return _none(rank, "its sums at start-up were wrong")
+        return _none(rank, "a sum at start-up was wrong, or a rank waited for too long")
     if rank == 0:
         logger.info("sums over %d ranks go through peer memory", size)
     return opened
 
 
 def _is_right(
-    opened: PeerAllReduce, shape: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
+    opened: PeerAllReduce, count: int, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
 ) -> bool:
-    """Compare a sum with gloo's in float32; it may be rounded once more, to `dtype`."""
+    """Compare a sum of so many values with gloo's in float32; it may be rounded once more, to `dtype`."""
     generator = torch.Generator().manual_seed(dist.get_rank(group))
-    x = torch.randn(shape, generator=generator).to(dtype)
+    x = torch.randn(count, generator=generator).to(dtype)
     expected = x.to(torch.float32, copy=True)
+    opened.sum_(x.to(device, copy=True), most_looks=_MOST_LOOKS)  # compiles, for which ranks take unequally long
     dist.all_reduce(expected, group=group)
     found = x.to(device, copy=True)
-    assert opened.sum_(found, most_looks=_MOST_LOOKS)
-    return torch.allclose(found.cpu().float(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+    was_summed = opened.sum_(found, most_looks=_MOST_LOOKS)
+    return was_summed and torch.allclose(found.cpu().float(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
 
 
 def _all_agree(is_so: bool, group: dist.ProcessGroup) -> bool:
@@ -93,5 +100,5 @@ def _all_agree(is_so: bool, group: dist.ProcessGroup) -> bool:
 def _none(rank: int, why: str) -> PeerAllReduce | None:
     """Log on rank 0 why there is no all-reduce through peer memory."""
     if rank == 0:
-        logger.warning("sums over ranks go through NCCL, because peer memory is not to be had: %s", why)
+        logger.warning("sums over ranks go through NCCL, because peer memory is not used: %s", why)
     return None

@@ -51,7 +51,7 @@ class TopK(NamedTuple):
 def copy_slots(pool: Tensor, source_C: Tensor, target_C: Tensor) -> None:
     """See `workers.kernels.select.Kernels.copy_slots`."""
     if pool.element_size() == 1:
-        pool = pool.view(torch.uint8)  # torch copies 8-bit floats by index on no CPU
+        pool = pool.view(torch.uint8)  # torch cannot copy 8-bit floats by index on a CPU
     pool.index_copy_(1, target_C, pool.index_select(1, source_C))
 
 

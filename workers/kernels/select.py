@@ -147,7 +147,7 @@ class Kernels(Protocol):
         """Return x W^T + b, [N, O] in x's dtype, which is the weight's; rows of x may have any stride.
 
         Every element of the weight is first rounded to that dtype, as when it is dequantized on reading. Sums are in
-        float32. Those of Triton kernels depend on the weight's shape, and not on the number of rows.
+        float32, in an order that depends on the weight's shape and not on the number of rows.
         """
         ...
 

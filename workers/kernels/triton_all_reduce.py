@@ -15,9 +15,9 @@ Memory of each rank, which all others can read and write:
     signals    int32 [2, _PROGRAMS, T]    the last run in which a rank's program had copied / had summed
     blocks     [2, 2, values]             by parity of the run: the copies, and the sums of own parts
 
-A run's number is the program's own count, kept on the device, so that replayed graphs count on. Blocks of an even and
-an odd run differ: a rank overwrites those of run k only in run k + 2, when every rank has signalled run k + 1, before
-which its kernel of run k ended. The programs of a launch must all run at once, so there are few, and each takes every
+A run's number is the program's own count, kept on the device, so that replayed graphs count on. Even and odd runs have
+blocks of their own. A rank overwrites those of run k in run k + 2. By then every rank has signalled run k + 1, so its
+kernel of run k has ended. The programs of a launch must all run at once, so there are few, and each takes every
 _PROGRAMS-th block. A block always has the same program, whatever the size of `x`.
 
 Legend: T ranks.
@@ -33,13 +33,13 @@ import triton.language as tl
 from torch import Tensor
 
 _PROGRAMS = 32
-"""An A100 has 108 multiprocessors, and what runs beside it in a step has ended before it."""
+"""Few enough to run at once: an A100 has 108 multiprocessors."""
 _BLOCK_BYTES = 8192
 _WORD_BYTES = 16
 """What a thread loads at once. The compiler must see that addresses and sizes are multiples of it."""
 MOST_BYTES = 8 << 20
 """The largest sum, of 1024 rows of 4096 values in 16 bits. Larger ones are worth NCCL's pipelines."""
-_ONE_SHOT_BYTES = 512 << 10
+ONE_SHOT_BYTES = 512 << 10
 """Bytes times ranks up to which a sum is one-shot."""
 MOST_RANKS = 8
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -82,7 +82,7 @@ class PeerAllReduce:
         num_programs = min(_PROGRAMS, triton.cdiv(total, _BLOCK_BYTES))
         _sum_over_ranks[(num_programs,)](
             x, self._addresses_T, self._runs, total // _WORD_BYTES, self._rank, most_looks,
-            IS_ONE_SHOT=total * num_ranks <= _ONE_SHOT_BYTES, num_warps=8, **constants(num_ranks, x.dtype),
+            IS_ONE_SHOT=total * num_ranks <= ONE_SHOT_BYTES, num_warps=8, **constants(num_ranks, x.dtype),
         )  # fmt: skip
         return True
 
@@ -114,7 +114,7 @@ def _meet(addresses_ptr, run, rank, most_looks, PHASE: tl.constexpr, RANKS: tl.c
         # A difference, because counts wrap around, and because another rank may be one run ahead.
         seen = tl.atomic_add(here, tl.zeros([LANES], tl.int32), mask=is_rank, sem="acquire", scope="sys")
         looks += 1
-        is_waiting = (tl.min(tl.where(is_rank, seen - run, 0), 0) < 0) & (looks != most_looks)
+        is_waiting = (tl.min(tl.where(is_rank, seen - run, 0), 0) < 0) & ((most_looks == 0) | (looks < most_looks))
     tl.debug_barrier()
 
 

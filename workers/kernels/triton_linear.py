@@ -10,7 +10,7 @@ The product is transposed, because Hopper's tensor cores read their first operan
 are; it also lets few rows fill a tile of 16. A sum over all columns is in *splits*, whose sums are added in order. How
 many there are depends on the weight's shape alone. For few rows each split is a program's, or a weight with few outputs
 would not keep a GPU's memory busy, and a second kernel adds them; for many rows one program computes them in turn. So
-what a row gives does not depend on the rows beside it, as far as the tensor cores' sums do not.
+a row's result does not depend on the rows beside it, provided that the tensor cores add alike in every tile.
 
 Legend: N rows, O outputs, I inputs, B blocks of columns, S splits.
 """
