@@ -18,7 +18,7 @@ if torch.cuda.is_available():
 from safetensors.torch import load_file
 
 from cluster.bench.setup import bytes_per_weight
-from cluster.planner.memory import model_shards
+from cluster.planner.memory import model_shards, sizes_in_8_bits
 from cluster.planner.roofline import reading_ms
 from tests.end_to_end.test_simulated_cuda import COUPLED, DYNAMIC, config_for, jobs, run
 from tests.support import checkpoints
@@ -105,6 +105,9 @@ def test_plans_and_reports_count_what_is_kept(models: Path) -> None:
     for unkept in (replace(config, dtype="float32"), replace(config, kernels="torch")):
         assert [shard.saved_bytes for shard in model_shards(unkept)] == [0, 0]
         assert bytes_per_weight(unkept) == unkept.item_bytes
+    kept, cut = (sizes_in_8_bits(config, config.model_path, read_spec(models / "target"), ranks) for ranks in (1, 8))
+    assert any(name.endswith("o_proj.weight") for name in kept)  # 8 ranks begin inside its blocks of 128 columns
+    assert set(kept) - set(cut) == {name for name in kept if name.endswith(("o_proj.weight", "down_proj.weight"))}
 
 
 def test_the_sums_of_splits_are_counted_beside_the_weights(models: Path) -> None:
