@@ -71,7 +71,7 @@ class EngineArgs(Strict):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: float32 on CPU, the checkpoint's on CUDA."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """Of keys and values: auto = the model's dtype; fp8 = 8 bits (e4m3, scale 1) for target and drafter. On CUDA the
+    """The type of keys and values: auto = the model's; fp8 = 8 bits (e4m3, scale 1) for target and drafter. On CUDA the
     Triton kernels then need compute capability 8.9 or higher."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     kernels: Literal["auto", "torch", "triton"] = "auto"

@@ -140,7 +140,7 @@ class EngineConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """Of keys and values, in the pools of target and drafter: `dtype`, or 8 bits (e4m3)."""
+    """The type of keys and values, in the pools of target and drafter: `dtype`, or 8 bits (e4m3)."""
     max_model_len: int = 2048
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048

@@ -20,15 +20,12 @@ import torch
 from torch import Tensor
 
 from workers.config import EngineConfig
+from workers.kernels.block_scaled import FLOAT8_CAPABILITY
 from workers.kernels.select import Kernels
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 """448; torch converts larger values to NaN."""
-
-
-_LEAST_CAPABILITY = (8, 9)
-"""Of GPUs for which Triton converts e4m3."""
 
 
 def kv_dtype(config: EngineConfig, kernels: Kernels, device: torch.device) -> torch.dtype:
@@ -38,7 +35,7 @@ def kv_dtype(config: EngineConfig, kernels: Kernels, device: torch.device) -> to
         return dtype
     if kernels.NAME == "triton" and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        if capability < _LEAST_CAPABILITY:
+        if capability < FLOAT8_CAPABILITY:
             raise ValueError(
                 "kv_cache_dtype: Triton kernels read fp8 on GPUs of compute capability 8.9 or higher (Ada, Hopper and "
                 "later), and this one has {}.{}; write auto, or kernels: torch".format(*capability)

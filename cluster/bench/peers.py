@@ -113,6 +113,8 @@ def launches(
             problems.append(f"{name} reads GGUF files; give one as the model, such as smollm2, or leave {name} out")
         elif name == "vllm_eagle3" and (config.draft is None or config.draft.method != "eagle3"):
             problems.append(f"{name} needs an EAGLE-3 head; give --speculative-config with one, or leave {name} out")
+        elif peer != "vllm" and config.kv_cache_dtype != "auto":
+            problems.append(f"{name} keeps its KV cache in 16 or 32 bits; leave out --kv-cache-dtype or {name}")
         else:
             found.append(
                 Launch(

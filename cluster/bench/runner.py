@@ -70,7 +70,7 @@ class Runner:
 
     @property
     def topology(self) -> list[dict[str, str | int]]:
-        """What each rank reported at start-up, see `World.gather_topology`."""
+        """Each rank's report of its start-up, see `World.gather_topology`."""
         ready = self._engine.client.ready
         assert ready is not None
         return ready.topology

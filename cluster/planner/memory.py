@@ -43,7 +43,7 @@ class ModelShard:
     """Query heads x head size."""
     item_bytes: int = 4
     saved_bytes: int = 0
-    """What matrices that are kept in 8 bits take less of memory, and of every reading, than in `item_bytes`."""
+    """The bytes that matrices in 8 bits save, in memory and each time they are read, over `item_bytes` a weight."""
 
 
 def model_shards(config: EngineConfig) -> list[ModelShard]:
@@ -68,9 +68,8 @@ def model_shards(config: EngineConfig) -> list[ModelShard]:
     shapes = _of_text_model(tensor_shapes(Path(draft.model_path))) if draft.model_path else {}
     if spec is None:
         return [*found, ModelShard(token_bytes=_TOKEN_ID_BYTES)]
-    if draft.method != "mtp":
-        sizes = sizes_in_8_bits(config, draft.model_path, spec, config.draft_ranks)
-    else:
+    sizes = sizes_in_8_bits(config, draft.model_path or config.model_path, spec, config.draft_ranks)
+    if draft.method == "mtp":
         shapes = {name: shape for name, shape in stored.items() if name.startswith(MTP_PREFIXES)}
     shapes = shapes or expected_shapes(spec, draft.model_path)
     if isinstance(spec, ModelSpec):

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+FLOAT8_CAPABILITY = (8, 9)
+"""The lowest compute capability of GPUs for which Triton converts float8."""
 _TILE_COLUMNS = 128
 """The columns of a block as checkpoints have them, and 128 bytes of a weight's row."""
 _FEWEST_COLUMNS = 32

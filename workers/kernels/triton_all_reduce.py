@@ -36,7 +36,7 @@ _PROGRAMS = 32
 """Few enough to run at once: an A100 has 108 multiprocessors."""
 _BLOCK_BYTES = 8192
 _WORD_BYTES = 16
-"""What a thread loads at once. The compiler must see that addresses and sizes are multiples of it."""
+"""The bytes that a thread loads at once. The compiler must see that addresses and sizes are multiples of them."""
 MOST_BYTES = 8 << 20
 """The largest sum, of 1024 rows of 4096 values in 16 bits. Larger ones are worth NCCL's pipelines."""
 ONE_SHOT_BYTES = 512 << 10

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.kernels.block_scaled import SPLIT_ROWS, BlockScaled, num_splits, tile_columns
+from workers.kernels.block_scaled import FLOAT8_CAPABILITY, SPLIT_ROWS, BlockScaled, num_splits, tile_columns
 from workers.kernels.interpreted import is_interpreted
 
 _SUM_BLOCK = 1024
@@ -44,10 +44,10 @@ TILES = (Tile(16, 64, 4, 5), Tile(32, 64, 4, 5), Tile(SPLIT_ROWS, 64, 4, 4), Til
 
 
 def keeps_float8(dtype: torch.dtype, device: torch.device) -> bool:
-    """See `workers.kernels.select.Kernels.keeps_float8`. Devices convert float8 from compute capability 8.9 on."""
+    """See `workers.kernels.select.Kernels.keeps_float8`. GPUs need `FLOAT8_CAPABILITY`."""
     if dtype not in (torch.bfloat16, torch.float16):
         return False
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 
 def block_scaled_linear(x_NI: Tensor, weight: BlockScaled, bias_O: Tensor | None) -> Tensor:

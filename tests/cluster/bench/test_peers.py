@@ -115,6 +115,8 @@ def test_every_model_that_a_peer_cannot_run_is_told(folder, gguf) -> None:
     assert "needs an EAGLE-3 head" in str(refused.value) and "give one as the model, such as smollm2" in str(
         refused.value
     )
+    with pytest.raises(ConfigError, match="openvino keeps its KV cache in 16 or 32 bits; leave out --kv"):
+        launch("openvino", folder, gguf, kv_cache_dtype="fp8")
     with pytest.raises(ConfigError, match="vllm run on CPU only; add --device cpu"):
         launch("vllm", folder, gguf, device="cuda")
 
