@@ -37,7 +37,6 @@ def agree_on_pages(world: World, bytes_per_slot: int, *, bytes_beside: int = 0) 
     other GPU memory that this rank will need. Raises ValueError if not even one request of max_model_len fits.
     """
     config = world.config
-    pages_per_request = config.pages_for(config.max_model_len)
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # memory cached by the allocator would count as used
     every = world.gather_number(bytes_per_slot)  # also a barrier: afterwards all ranks have loaded their weights
@@ -48,7 +47,16 @@ def agree_on_pages(world: World, bytes_per_slot: int, *, bytes_beside: int = 0) 
         here = ranks_on_device_of(config, world.rank)
         free = _free_bytes(world, sum(beside[rank] for rank in here))
         fits = int(free // (sum(every[rank] for rank in here) * config.page_size))
-    pages = world.agree_on_minimum(min(fits, 1 + config.max_num_seqs * pages_per_request))
+    return usable_pages(config, world.agree_on_minimum(fits))
+
+
+def usable_pages(config: EngineConfig, fits: int) -> int:
+    """Return how many of the pages that fit can be used, null page included.
+
+    Raises ValueError if not even one request of max_model_len fits.
+    """
+    pages_per_request = config.pages_for(config.max_model_len)
+    pages = min(fits, 1 + config.max_num_seqs * pages_per_request)
     if pages < 1 + pages_per_request:
         instead = (
             "lower max_model_len, lower max_num_seqs or num_speculative_tokens, whose product determines the size of a "

@@ -21,6 +21,7 @@ from secateur.errors import ConfigError, Problem
 from secateur.plan import AcceptanceTable, CostTable, PlanRequest
 from secateur.token_tree import MAX_NODES
 from workers.config import EngineConfig
+from workers.kv_sizing import usable_pages
 
 Say = Callable[[str], None]
 
@@ -78,8 +79,12 @@ def predict_engine(
     if request.context > config.max_model_len:
         limit = f"{request.context} is more than max_model_len={config.max_model_len}"
         raise ConfigError(Problem("--context", f"{limit}; ask for less"))
+    most = config.draft.tree.num_speculative_tokens if config.draft else 0
     if request.nodes and config.draft is None:
         raise ConfigError(Problem("--nodes", "without a drafter there are no trees: give --speculative-config"))
+    if (request.nodes or 0) > most:
+        limit = f"{request.nodes} is more than num_speculative_tokens={most}"
+        raise ConfigError(Problem("--nodes", f"{limit}; ask for less, or write more in --speculative-config"))
     if request.acceptance is not None and config.draft is not None:
         acceptance_curve(request.acceptance, config.draft, request.temperature, request.context)
     batch_limit = _batch_limit(request, config, shards)
@@ -89,7 +94,7 @@ def predict_engine(
     if config.draft is None or table.draft is None:
         budgets, accepted_from = [0], "no drafter"
     else:
-        budgets = [request.nodes] if request.nodes is not None else list(range(max(table.draft.nodes) + 1))
+        budgets = [request.nodes] if request.nodes is not None else list(range(min(most, max(table.draft.nodes)) + 1))
         accepted_from = "typical, not measured" if acceptance is None else _describe(acceptance)
 
     no_drafts = np.zeros(MAX_NODES + 1)
@@ -186,18 +191,16 @@ def hardware_name(config: EngineConfig) -> str:
 
 
 def _batch_limit(request: PlanRequest, config: EngineConfig, shards: list[ModelShard]) -> BatchLimit:
-    pages = config.num_pages - 1 if config.num_pages else None
+    pages = config.num_pages
     if pages is None and request.hardware is not None:
-        pages = pages_on_device(config, shards, 1e9 * request.hardware.memory_gb) - 1
+        pages = pages_on_device(config, shards, 1e9 * request.hardware.memory_gb)
     if pages is None:
         return BatchLimit(pages=None, batch=config.max_num_seqs, reason="max_num_seqs; memory is not counted")
+    try:
+        pages = usable_pages(config, pages) - 1  # without the null page
+    except ValueError as error:  # as the engine would say, with its weights loaded
+        raise ConfigError(f"{request.hardware.name}: {error}" if request.hardware else str(error)) from error
     fits = pages // config.pages_for(request.context)
-    if fits < 1:
-        name = request.hardware.name if request.hardware else "num_pages"
-        raise ConfigError(
-            f"{name}: weights, graphs, a full step's activations and a request of {request.context} tokens do not fit; "
-            "write a larger --tensor-parallel-size, a smaller --context, a smaller --max-num-seqs or smaller trees"
-        )
     if fits < config.max_num_seqs:
         return BatchLimit(pages=pages, batch=fits, reason=f"memory: {pages} KV pages, --context {request.context}")
     return BatchLimit(pages=pages, batch=config.max_num_seqs, reason="max_num_seqs")

@@ -10,10 +10,13 @@ from pathlib import Path
 from workers.config import EngineConfig
 from workers.kernels.block_scaled import tile_columns
 from workers.models.checkpoint import MTP_PREFIXES, Weights
+from workers.models.config_json import fp8_block, read_json
 from workers.models.readers import read_specs
 from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, TransformersSpec
 
 _TOKEN_ID_BYTES = 4
+_CONTEXT_BYTES = 512 << 20
+"""What CUDA takes for each process on a device (assumed)."""
 _REPLICATED = ("embed_tokens.weight", "fc.weight", "input_proj.weight")
 """Matrices that every rank holds whole, see `workers.models.decoder`, `eagle3_format` and `drafter.proposers.eagle`."""
 
@@ -136,20 +139,24 @@ def sizes_in_8_bits(config: EngineConfig, folder: str, spec: DraftSpec, ranks: i
     is_kept = config.device == "cuda" and config.kernels != "torch" and config.item_bytes == 2
     if not is_kept or isinstance(spec, TransformersSpec):
         return {}
+    quantization = read_json(Path(folder) / "config.json").get("quantization_config") or {}
+    block = fp8_block(quantization, Path(folder))[1] if quantization else 0
+    if not block or tile_columns(block) is None:
+        return {}
     try:
         weights = Weights(folder)
-    except FileNotFoundError:
-        return {}
-    if weights.fp8_block is None or tile_columns(weights.fp8_block[1]) is None:
-        return {}
-    names = [name for name in weights.names() if name.endswith("_proj.weight") and not name.endswith(_REPLICATED)]
-    block = weights.fp8_block[1]
+    except FileNotFoundError:  # all that config.json does not exclude
+        kept_whole = tuple(f"{name}.weight" for name in quantization.get("modules_to_not_convert") or ())
+        shapes = {name: shape for name, shape in expected_shapes(spec, folder).items() if name not in kept_whole}
+    else:
+        shapes = {name: weights.shape(name) for name in weights.names() if weights.is_float8(name)}
 
     def is_cut(name: str) -> bool:
         is_split_by_columns = name.endswith(("o_proj.weight", "down_proj.weight"))
-        return is_split_by_columns and any(weights.shape(name)[1] * rank // ranks % block for rank in range(ranks))
+        return is_split_by_columns and any(shapes[name][1] * rank // ranks % block for rank in range(ranks))
 
-    return {name: 1 + 4 / block for name in names if weights.is_float8(name) and not is_cut(name)}
+    names = [name for name in shapes if name.endswith("_proj.weight") and not name.endswith(_REPLICATED)]
+    return {name: 1 + 4 / block for name in names if not is_cut(name)}
 
 
 def tensor_shapes(folder: Path) -> Shapes:
@@ -230,7 +237,8 @@ def pages_on_device(config: EngineConfig, found: list[ModelShard], memory_bytes:
     usable = memory_bytes * config.memory_utilization
 
     def held(part: ModelShard) -> int:
-        return part.weight_bytes + part.workspace_bytes + max_buffered_states(config) * part.state_bytes
+        context = _CONTEXT_BYTES if part.weight_bytes else 0
+        return context + part.weight_bytes + part.workspace_bytes + max_buffered_states(config) * part.state_bytes
 
     def page(part: ModelShard) -> int:
         return part.token_bytes * config.page_size + part.state_bytes

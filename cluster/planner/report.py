@@ -14,7 +14,7 @@ from cluster.planner.memory import model_shards
 from cluster.planner.topology import describe
 from cluster.rank_placement import num_bundles
 from secateur.config import EngineArgs
-from secateur.errors import ConfigError
+from secateur.errors import ConfigError, Problem
 from secateur.plan import PlanRequest
 from workers.config import EngineConfig
 
@@ -31,7 +31,9 @@ PERCENTILES = (50, 90, 99)
 def run(args: EngineArgs, request: PlanRequest, *, as_json: bool = False, say: Say = print) -> str:
     """Return the report. Raises ConfigError before an engine is started, EngineDead while it is profiled."""
     if request.hardware is not None:
-        args = args if args.device != "auto" else args.model_copy(update={"device": "cuda"})
+        if args.device == "cpu":
+            raise ConfigError(Problem("--hardware", "describes a GPU, and the device is cpu; keep one of the two"))
+        args = args.model_copy(update={"device": "cuda"})
     # Another machine's devices are not counted here.
     config = engine_config(args, num_gpus=(visible_gpus() or None) if request.hardware is None else None)
     try:
@@ -95,7 +97,7 @@ def _cells(*cells: object, start: int = 0) -> str:
 
 
 def _placements(forecast: Forecast, config: EngineConfig) -> str:
-    """Compare placements. Drafting and verifying alternate, so a dedicated drafter adds devices but no speed."""
+    """Compare placements. No overlap is predicted, so a dedicated drafter adds devices but no speed."""
     assert config.draft is not None
     batch = forecast.batches[-1]
     parts = []

@@ -338,8 +338,29 @@ def test_pages_fill_the_memory_that_weights_leave(llama_8b: EngineConfig) -> Non
     [target] = model_shards(llama_8b)
     pages = pages_on_device(llama_8b, [target], 80e9)
     assert target.workspace_bytes > 3 * 4 * 128256 * 64, "the logits, and more"
-    assert pages == (0.9 * 80e9 - target.weight_bytes - target.workspace_bytes) // (16 * target.token_bytes)
+    assert pages == (0.9 * 80e9 - 2**29 - target.weight_bytes - target.workspace_bytes) // (16 * target.token_bytes)
     assert pages_on_device(llama_8b, [target], 16e9) == 0
+
+
+def test_a_model_s_whole_context_must_fit_as_in_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"max_position_embeddings": 131072}))
+    request = PlanRequest.load({"hardware": HARDWARE["l4"], "batches": (1,)})
+    with pytest.raises(ConfigError, match=r"l4: the KV cache has room for .* max_model_len 131072 needs"):
+        run(EngineArgs.load({"model": str(tmp_path), "no_speculation": True, "max_num_seqs": 8}), request)
+    args = EngineArgs.load({"model": str(tmp_path), "no_speculation": True, "max_num_seqs": 8, "max_model_len": 8192})
+    assert "PREDICTED" in run(args, request)
+
+
+def test_fp8_counts_in_8_bits_with_and_without_its_weights(tmp_path: Path, llama_8b: EngineConfig) -> None:
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"quantization_config": quantization}))
+    [target] = model_shards(llama_8b)
+    in_layers = 32 * (4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336)
+    assert target.weight_bytes == pytest.approx(in_layers * (1 + 4 / 128) + 2 * 2 * 128256 * 4096, rel=1e-9)
+    quantization["modules_to_not_convert"] = ["model.layers.0.mlp.down_proj"]
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"quantization_config": quantization}))
+    [more] = model_shards(llama_8b)
+    assert more.weight_bytes - target.weight_bytes == pytest.approx(4096 * 14336 * (1 - 4 / 128), rel=1e-6)
 
 
 def test_a_kv_cache_in_8_bits_holds_twice_the_pages_of_16(llama_8b: EngineConfig) -> None:
@@ -364,11 +385,11 @@ def test_a_drafter_takes_weights_states_and_pages_if_colocated() -> None:
     target, head = found
     assert target.state_bytes == 3 * 192 * 2 and head.state_bytes == 0
     assert target.workspace_bytes > 3 * 4 * 2048 * config.max_num_seqs * 17 and head.workspace_bytes > 0
-    left = 0.9 * 1e9 - target.weight_bytes - target.workspace_bytes - max_buffered_states(config) * 1152
+    left = 0.9 * 3e9 - 2**29 - target.weight_bytes - target.workspace_bytes - max_buffered_states(config) * 1152
     page = 16 * target.token_bytes + 1152
-    assert pages_on_device(config, found, 1e9) == left // page
-    left -= head.weight_bytes + head.workspace_bytes
-    assert pages_on_device(together, found, 1e9) == left // (page + 16 * head.token_bytes)
+    assert pages_on_device(config, found, 3e9) == left // page
+    left -= 2**29 + head.weight_bytes + head.workspace_bytes
+    assert pages_on_device(together, found, 3e9) == left // (page + 16 * head.token_bytes)
 
 
 # -- roofline --------------------------------------------------------------------------------------------------------

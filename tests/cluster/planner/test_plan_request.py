@@ -65,6 +65,8 @@ def answer(request: PlanRequest, **fields: Any) -> dict[str, Any]:
         (["--hardware", "h100", "--request-rate", "1", "--prompt-tokens", "9-4"], "second number not less"),
         (["--hardware", "h100", "--request-rate", "1", "--output-tokens", "many"], "write 512, 64-512 or exp:512"),
         (["--hardware", "h100", "--context", "5000"], "--context: 5000 is more than max_model_len=2048"),
+        (["--hardware", "h100", "--nodes", "17"], "--nodes: 17 is more than num_speculative_tokens=16; ask for less"),
+        (["--hardware", "h100", "--device", "cpu"], "--hardware: describes a GPU, and the device is cpu"),
         (["--hardware", "h100", "--no-speculation", "--nodes", "4"], "--nodes: without a drafter there are no trees"),
         (["--hardware", "h100", "--request-rate", "1", "--prompt-tokens", "2000"], "have 2128 tokens, max_model_len"),
     ],
@@ -199,13 +201,28 @@ def test_without_a_size_the_best_of_the_table_s_is_chosen() -> None:
 
 
 def test_memory_bounds_the_batch() -> None:
-    tiny = HARDWARE["l4"].model_copy(update={"memory_gb": 0.3, "name": "tiny"})
+    tiny = HARDWARE["l4"].model_copy(update={"memory_gb": 0.86, "name": "tiny"})
     found = answer(PlanRequest(hardware=tiny, batches=(1, 64), context=512))
     assert found["max_batch"] < 64 and found["max_batch_reason"].startswith("memory: ")
     assert [line["off"]["batch"] for line in found["batches"]] == [1, found["max_batch"]]
     assert found["max_batch"] == found["kv_pages"] // (-(-(512 + 17) // 16))
-    with pytest.raises(ConfigError, match=r"tiny: weights, graphs, .* of 512 tokens do not fit"):
-        answer(PlanRequest(hardware=tiny.model_copy(update={"memory_gb": 0.25})))
+
+
+def test_plan_refuses_with_the_engine_s_words_what_the_engine_refuses() -> None:
+    """Requests of `--context` would fit, but one of max_model_len does not."""
+    small = HARDWARE["l4"].model_copy(update={"memory_gb": 0.84, "name": "small"})
+    assert answer(PlanRequest(hardware=small, context=256), max_model_len=256)["max_batch"] >= 1
+    with pytest.raises(ConfigError, match=r"small: the KV cache has room for .* max_model_len 2048 needs"):
+        answer(PlanRequest(hardware=small, context=256))
+    with pytest.raises(ConfigError, match="room for 0 pages"):
+        answer(PlanRequest(hardware=small.model_copy(update={"memory_gb": 0.25})))
+
+
+@pytest.mark.parametrize(("configured", "best"), [(2, 2), (8, 8), (16, 16)])
+def test_no_more_nodes_are_predicted_than_are_configured(configured: int, best: int) -> None:
+    spec = {"method": "eagle3", "model": "bundled:eagle3", "num_speculative_tokens": configured}
+    found = answer(PlanRequest(hardware=HARDWARE["h100"], batches=(1,)), speculative_config=spec)
+    assert found["batches"][0]["on"]["nodes"] == best
 
 
 def test_predictions_from_published_figures_are_marked() -> None:
