@@ -6,18 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from secateur.bodies import Body
+from secateur.bodies import Body, Metadata
 from secateur.responses import Listed, ObjectList, Response
 
-MAX_PAIRS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 HOUR_S, MONTH_S = 3600, 30 * 24 * 3600
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
-_Key = Annotated[str, Field(max_length=MAX_KEY_CHARS)]
-_Value = Annotated[str, Field(max_length=MAX_VALUE_CHARS)]
 
 
 class ExpiresAfter(Body):
@@ -38,7 +35,7 @@ class CreateBatchRequest(Body):
     """The route of all its requests."""
     completion_window: Literal["24h"]
     """The time after which requests without an answer are given up."""
-    metadata: Annotated[dict[_Key, _Value], Field(max_length=MAX_PAIRS)] | None = None
+    metadata: Metadata | None = None
     """Returned as it is."""
     output_expires_after: ExpiresAfter | None = None
     """When the files with the answers are deleted; without it, they stay."""

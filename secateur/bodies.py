@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -112,6 +113,14 @@ def told(message: str) -> WrapValidator:
             raise ValueError(message) from None
 
     return WrapValidator(checked)
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+    told("must be at most 16 pairs of strings, with keys of up to 64 and values of up to 512 characters"),
+]
+"""What OpenAI lets clients attach to objects."""
 
 
 class Structure(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from secateur.bodies import Body, Unsupported, told, wrong
+from secateur.bodies import Body, Metadata, Unsupported, told, wrong
 from secateur.requests import MAX_ITEMS, NumLogprobs, NumTokens
 from secateur.responses import FunctionCall, Listed, ObjectList, Response, TokenLogprob, new_id
 from secateur.speculative import Speculative
@@ -180,7 +180,7 @@ class ResponsesRequest(Body):
     """As in chats."""
     parallel_tool_calls: bool = True
     """The answer may have several calls."""
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     """Returned as it is."""
     reasoning: ReasoningOptions | None = None
     """How much the model reasons."""

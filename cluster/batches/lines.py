@@ -22,6 +22,7 @@ class LineClaim(NamedTuple):
     batch_id: str
     number: int
     custom_id: str
+    owner: str
     endpoint: str
     input_file_id: str
     offset: int
@@ -72,7 +73,8 @@ def claim(db: sqlite3.Connection, worker: str, model: str, limit: int) -> list[L
     """Claim up to `limit` lines of batches that were sent to this model, those of the oldest batch first."""
     found: list[LineClaim] = []
     open_batches = db.execute(
-        "SELECT id, endpoint, input_file_id FROM batches WHERE status = 'in_progress' AND model = ? ORDER BY seq",
+        "SELECT id, owner, endpoint, input_file_id FROM batches "
+        "WHERE status = 'in_progress' AND model = ? ORDER BY seq",
         (model,),
     )
     for batch in open_batches.fetchall():
@@ -83,7 +85,7 @@ def claim(db: sqlite3.Connection, worker: str, model: str, limit: int) -> list[L
         )
         for number, custom_id, offset, length, num_losses in rows:
             place = (batch["endpoint"], batch["input_file_id"], offset, length)
-            found.append(LineClaim(batch["id"], number, custom_id, *place, num_losses))
+            found.append(LineClaim(batch["id"], number, custom_id, batch["owner"], *place, num_losses))
         if len(found) == limit:
             break
     db.executemany(

@@ -52,8 +52,8 @@ class PostedAnswer(NamedTuple):
 class Post(Protocol):
     """Sends a JSON body to a route of this process."""
 
-    async def __call__(self, path: str, body: bytes, *, request_id: str) -> PostedAnswer:
-        """Return the response; cancelling it aborts the request in the engine."""
+    async def __call__(self, path: str, body: bytes, *, request_id: str, owner: str) -> PostedAnswer:
+        """Return the response; cancelling it aborts the request in the engine. What it stores is the owner's."""
 
 
 class _Running(NamedTuple):
@@ -201,7 +201,7 @@ class BatchRunner:
         request_id = f"{line.batch_id}-{line.number}"
         content = json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass")  # no longer than the line
         while True:
-            answer = await self._post(line.endpoint, content, request_id=request_id)
+            answer = await self._post(line.endpoint, content, request_id=request_id, owner=line.owner)
             if answer.status != HTTPStatus.TOO_MANY_REQUESTS:
                 break
             await asyncio.sleep(_retry_after_s(answer) * random.uniform(1, 2))

@@ -57,6 +57,9 @@ def matching_key(header: bytes, keys: tuple[ApiKey, ...]) -> ApiKey | None:
     return next((key for key, is_match in zip(keys, matches, strict=True) if is_match), None)
 
 
-def owner_of(header: str) -> str:
-    """Return what identifies the key of an authorised header, and does not reveal it: files and batches are its own."""
-    return sha256(header.partition(" ")[2].strip().encode("latin-1", "replace")).hexdigest()
+def owner_of(key: ApiKey) -> str:
+    """Return what identifies a key in all that is stored for it, and does not reveal it.
+
+    It is not the key's name: that labels metrics, and keys of several clients may share it.
+    """
+    return sha256(key.key.strip().encode()).hexdigest()

@@ -11,7 +11,6 @@ from starlette.requests import ClientDisconnect
 
 from cluster.batches.files import Page
 from cluster.batches.service import BatchService
-from cluster.http.api_keys import owner_of
 from cluster.http.errors import not_found
 from cluster.http.openapi import errors
 from cluster.http.service import Service
@@ -38,16 +37,13 @@ def add_batch_routes(app: FastAPI, service: Service) -> None:
             raise not_found(message, code="batches_not_enabled")
         return service.batches
 
-    def owner(request: Request) -> str | None:
-        return None if service.api_keys is None else owner_of(request.headers.get("authorization", ""))
-
     @app.post("/v1/files", response_model=FileObject, responses=errors(400, 404, 413), openapi_extra=FORM)
     async def upload_file(request: Request) -> Response:
         batches = folder()
         draft = batches.folder.draft_path()
         try:
             upload = await receive_upload(request, draft)
-            return _json(await batches.add_file(draft, upload.filename, upload.expires_s, owner(request)))
+            return _json(await batches.add_file(draft, upload.filename, upload.expires_s, service.owner(request)))
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         finally:
@@ -61,25 +57,25 @@ def add_batch_routes(app: FastAPI, service: Service) -> None:
         after: After = None,
         order: Order = "desc",
     ) -> Response:
-        return _json(await folder().list_files(Page(limit, after, order), purpose, owner(request)))
+        return _json(await folder().list_files(Page(limit, after, order), purpose, service.owner(request)))
 
     @app.get("/v1/files/{id}", response_model=FileObject, responses=errors(404))
     async def file(id: str, request: Request) -> Response:
-        return _json(await folder().file(id, owner(request)))
+        return _json(await folder().file(id, service.owner(request)))
 
     @app.delete("/v1/files/{id}", response_model=DeletedFile, responses=errors(404, 409))
     async def delete_file(id: str, request: Request) -> Response:
-        await folder().delete_file(id, owner(request))
+        await folder().delete_file(id, service.owner(request))
         return _json(DeletedFile(id=id))
 
     @app.get("/v1/files/{id}/content", response_class=FileResponse, responses=errors(404))
     async def file_content(id: str, request: Request) -> Response:
-        found = await folder().file(id, owner(request))
+        found = await folder().file(id, service.owner(request))
         return FileResponse(folder().folder.path(id), media_type="application/jsonl", filename=found.filename)
 
     @app.post("/v1/batches", response_model=BatchObject, responses=errors(400, 404, 413))
     async def create_batch(body: CreateBatchRequest, request: Request) -> Response:
-        created = await folder().create_batch(body, owner(request))
+        created = await folder().create_batch(body, service.owner(request))
         # The client chose these names: remove what could end the header, and bound its length.
         ignored = ", ".join(body.ignored())[:1024].encode("ascii", "replace").decode()
         names = "".join(char if char.isprintable() else "?" for char in ignored)
@@ -87,15 +83,15 @@ def add_batch_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/batches", response_model=BatchList, responses=errors(400, 404))
     async def list_batches(request: Request, limit: NumEntries = 20, after: After = None) -> Response:
-        return _json(await folder().list_batches(Page(limit, after), owner(request)))
+        return _json(await folder().list_batches(Page(limit, after), service.owner(request)))
 
     @app.get("/v1/batches/{id}", response_model=BatchObject, responses=errors(404))
     async def batch(id: str, request: Request) -> Response:
-        return _json(await folder().batch(id, owner(request)))
+        return _json(await folder().batch(id, service.owner(request)))
 
     @app.post("/v1/batches/{id}/cancel", response_model=BatchObject, responses=errors(404, 409))
     async def cancel_batch(id: str, request: Request) -> Response:
-        return _json(await folder().cancel_batch(id, owner(request)))
+        return _json(await folder().cancel_batch(id, service.owner(request)))
 
 
 def _json(model: Any, headers: dict[str, str] | None = None) -> Response:

@@ -13,8 +13,11 @@ IN_PROCESS = "secateur.in_process"
 """A key of the scope that no client can set: the request needs no API key, and is no client's."""
 
 
-async def post(app: ASGIApp, path: str, body: bytes, *, request_id: str) -> PostedAnswer:
-    """Send a JSON body to a route and return its response. Cancelling this cancels the request."""
+async def post(app: ASGIApp, path: str, body: bytes, *, request_id: str, owner: str) -> PostedAnswer:
+    """Send a JSON body to a route and return its response. Cancelling this cancels the request.
+
+    owner: the API key for which it is sent, as `api_keys.owner_of` names it.
+    """
     headers = {"content-type": "application/json", "content-length": str(len(body)), REQUEST_ID_HEADER: request_id}
     scope: Scope = {
         "type": "http",
@@ -29,6 +32,7 @@ async def post(app: ASGIApp, path: str, body: bytes, *, request_id: str) -> Post
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
         "client": None,
         "server": None,
+        "state": {"owner": owner},
         IN_PROCESS: True,
     }
     is_sent, status, found, content = False, 0, dict[str, str](), bytearray()

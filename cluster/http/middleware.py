@@ -22,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.engine_client import DeadlyRequest
-from cluster.http.api_keys import ApiKeys, matching_key
+from cluster.http.api_keys import ApiKeys, matching_key, owner_of
 from cluster.http.errors import BadRequest, HttpError, not_found, too_many_requests, unavailable
 from cluster.http.in_process import IN_PROCESS
 from cluster.http.limits import HttpLimits
@@ -280,7 +280,7 @@ class _RequestIdMiddleware:
 class _ApiKeyMiddleware:
     """Answers 401 to requests of PROTECTED paths without `Authorization: Bearer <key>`, and 429 beyond a key's limits.
 
-    Sets `request.state.caller`. Only POST counts: other methods cost next to nothing.
+    Sets `request.state.caller` and `request.state.owner`. Only POST counts: other methods cost next to nothing.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, callers: Callers) -> None:
@@ -299,7 +299,7 @@ class _ApiKeyMiddleware:
                 await response(scope, receive, send)
                 return
             caller = self._callers.of(key, keys)
-            scope.setdefault("state", {})["caller"] = caller
+            scope.setdefault("state", {}).update(caller=caller, owner=owner_of(key))
             if scope["method"] == "POST" and (refusal := caller.admit()) is not None:
                 await error_response(refusal)(scope, receive, send)
                 return

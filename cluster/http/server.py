@@ -51,6 +51,7 @@ from cluster.http.rate_limits import Caller, Callers
 from cluster.http.request_params import ineffective_settings, truncate
 from cluster.http.responses_api import (
     ResponseBuilder,
+    StoredResponse,
     chat_of,
     events_of,
     in_words_of_responses,
@@ -164,10 +165,9 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
                     param=None,
                     code="not_resumable",
                 )
-            body = service.responses.resolve(body)
-            history: list[dict[str, Any]] = []
-            if (id := body.previous_response_id) is not None:
-                history = service.responses.get(id, param="previous_response_id").messages
+            owner = service.owner(request)
+            body = service.responses.resolve(body, owner)
+            history = service.responses.history(body.previous_response_id, owner)
             chat = service.accept(chat_of(body, history))
             prompt = await service.tokenize_chat(chat, add_special_tokens=chat.add_special_tokens)
             new_reader = service.answers.of(chat, prompt)
@@ -178,22 +178,26 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         return await respond(service, body, builder, generation, history, head.wait_s(chat), request)
 
     @app.get("/v1/responses/{id}", response_model=ResponseObject, responses=errors(404))
-    async def response(id: str) -> Response:
-        return _json(service.responses.get(id).response)
+    async def response(id: str, request: Request) -> Response:
+        stored = service.responses.get(id, service.owner(request))
+        return Response(stored.response, media_type="application/json")
 
     @app.delete("/v1/responses/{id}", response_model=DeletedResponse, responses=errors(404))
-    async def delete_response(id: str) -> Response:
-        service.responses.delete(id)
+    async def delete_response(id: str, request: Request) -> Response:
+        service.responses.delete(id, service.owner(request))
         return _json(DeletedResponse(id=id))
 
     @app.post("/v1/responses/{id}/cancel", response_model=ResponseObject, responses=errors(400, 404))
-    async def cancel_response(id: str) -> Response:
-        service.responses.get(id)
+    async def cancel_response(id: str, request: Request) -> Response:
+        service.responses.get(id, service.owner(request))
         raise BadRequest("Cannot cancel a synchronous response. To end a running one, close its connection", param=None)
 
     @app.get("/v1/responses/{id}/input_items", response_model=InputItems, responses=errors(400, 404))
-    async def input_items(id: str, limit: NumEntries = 20, after: After = None, order: Order = "desc") -> Response:
-        return _json(service.responses.input_items(id, limit=limit, after=after, order=order))
+    async def input_items(
+        id: str, request: Request, limit: NumEntries = 20, after: After = None, order: Order = "desc"
+    ) -> Response:
+        owner = service.owner(request)
+        return _json(service.responses.input_items(id, owner, limit=limit, after=after, order=order))
 
     @app.get("/v1/models", response_model=ModelList)
     async def models() -> Response:
@@ -330,9 +334,12 @@ async def respond(
     wait_s: how long the first token may take.
     """
 
-    def keep() -> None:
+    def finished() -> StoredResponse:
+        return StoredResponse.of(service.owner(request), body, history, builder.response)
+
+    def keep(finished: StoredResponse) -> None:
         if body.store:
-            service.responses.put(body, history, builder.response)
+            service.responses.put(finished)
 
     headers = _ignored_header(request, [*body.ignored(), *ineffective_settings(body.speculative, service.limits)])
     caller, trace = _caller(request), service.tracing.of(request.headers)
@@ -340,17 +347,16 @@ async def respond(
     try:
         first = await service.admission.first(deltas, wait_s)  # errors before it get their own HTTP status
         if body.stream:
-            return EventStream(events_of(builder, generation, first, deltas, keep), deltas, headers)
+            return EventStream(events_of(builder, generation, first, deltas, lambda: keep(finished())), deltas, headers)
         async with aclosing(deltas):
             async for _, delta in prepend(first, deltas):
                 builder.feed(delta)
     finally:
         service.engine.release([generation.submit.id])
     builder.end(generation)
-    keep()
-    if not body.has_logprobs:
-        return _json(builder.response, headers)
-    return await asyncio.to_thread(_json, builder.response, headers)  # as in `generate`
+    stored = await asyncio.to_thread(finished) if body.has_logprobs else finished()  # as in `generate`
+    keep(stored)
+    return Response(stored.response, media_type="application/json", headers=headers)
 
 
 def _event_ids(

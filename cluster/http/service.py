@@ -165,6 +165,13 @@ class Service:
             for entry in (ready.topology if ready else [])
         ]
 
+    def owner(self, request: Request) -> str | None:
+        """Return what identifies the API key of a request, to which belongs what it stores; None without keys."""
+        if self.api_keys is None:
+            return None
+        owner: str = request.state.owner
+        return owner
+
     def health(self) -> Health:
         """Check that the engine makes progress and that the tokenizer workers run."""
         engine, tokenizing = self.engine.health(), self.tokenizer_pool.health()

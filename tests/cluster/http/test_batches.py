@@ -361,9 +361,11 @@ def test_without_a_folder_the_routes_say_how_to_get_one(http: httpx2.Client) -> 
     assert upload(http, b"a").status_code == 404
 
 
-def test_files_and_batches_belong_to_their_key(own: Own, tmp_path: Path) -> None:
-    running = own(batch_dir=tmp_path, api_keys=lambda: (ApiKey(key="one"), ApiKey(key="two")))
-    one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+@pytest.mark.parametrize("keys", [("one", "two"), ("clà", "clÅ")])
+def test_files_and_batches_belong_to_their_key(own: Own, tmp_path: Path, keys: tuple[str, str]) -> None:
+    valid = tuple(ApiKey(key=key) for key in keys)
+    running = own(batch_dir=tmp_path, api_keys=lambda: valid)
+    one, two = ({"Authorization": f"Bearer {key}".encode()} for key in keys)
     with running.http(headers=one) as mine, running.http(headers=two) as other:
         batch = ended(mine, create(mine, jsonl(line("a")))["id"])
         assert batch["request_counts"]["completed"] == 1
@@ -378,7 +380,7 @@ def test_files_and_batches_belong_to_their_key(own: Own, tmp_path: Path) -> None
         assert other.get(f"/v1/files?after={batch['input_file_id']}").status_code == 404
         body = {"input_file_id": batch["input_file_id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
         assert other.post("/v1/batches", json=body).status_code == 404
-        assert mine.get("/v1/files", headers={"Authorization": "bearer  one"}).json()["data"]
+        assert mine.get("/v1/files", headers={"Authorization": f"bearer  {keys[0]}".encode()}).json()["data"]
 
 
 def test_a_cancelled_batch_keeps_its_answers(own: Own, tmp_path: Path) -> None:

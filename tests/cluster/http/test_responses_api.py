@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -313,10 +315,52 @@ def test_the_oldest_responses_give_way(http: httpx2.Client, monkeypatch: pytest.
     monkeypatch.setattr(responses_api, "MAX_STORED", 2)
     ids = [create(http, input="a")["id"] for _ in range(4)]
     assert [http.get(f"{PATH}/{id}").status_code for id in ids] == [404, 404, 200, 200]
-    monkeypatch.setattr(responses_api, "MAX_STORED_CHARS", 900)
-    ids = [create(http, input="a" * 200)["id"] for _ in range(4)]
-    assert [http.get(f"{PATH}/{id}").status_code for id in ids][-1] == 200
-    assert http.get(f"{PATH}/{ids[0]}").status_code == 404
+    monkeypatch.setattr(responses_api, "MAX_STORED", 1024)
+    monkeypatch.setattr(responses_api, "MAX_STORED_BYTES", 10_000)
+    ids = [create(http, input="a" * 1000)["id"] for _ in range(4)]
+    assert [http.get(f"{PATH}/{id}").status_code for id in ids[::3]] == [404, 200]
+    unkept = create(http, input="a", text={"format": {"type": "text", "description": "a" * 10_000}})["id"]
+    assert [http.get(f"{PATH}/{id}").status_code for id in (unkept, ids[3])] == [404, 200]
+
+
+TEXT = "é" * 20_000
+MUCH: list[dict[str, Any]] = [
+    {"input": TEXT},
+    {"input": "a", "instructions": TEXT},
+    {"input": "a", "tools": [{"type": "function", "name": "f", "description": TEXT, "parameters": {"a": [1] * 1000}}]},
+    {"input": "a", "tools": [{"type": "function", "name": "f", "unknown": [[]] * 5_000}]},
+    {"input": "a", "text": {"format": {"type": "text", "description": TEXT}, "unknown": {TEXT: TEXT}}},
+    {"input": [{"role": "user", "content": "a"}] * 60},
+    {"input": [{"role": "user", "content": "a", "id": f"é{n:<255}"} for n in range(50)]},
+    {"input": [{"type": "function_call", "call_id": TEXT, "name": "f", "arguments": TEXT}]},
+    {"input": "a", "metadata": {str(n): "é" * 512 for n in range(16)}},
+]
+
+
+@pytest.mark.parametrize("fields", MUCH, ids=lambda fields: next(reversed(fields)))
+def test_stored_responses_take_no_more_memory_than_their_limit(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses_api, "MAX_STORED_BYTES", limit := 1 << 20)
+    response = responses_api.ResponseObject(id="", created_at=0, model="m")
+    told = {name: fields[name] for name in ("instructions", "tools", "text", "metadata") if name in fields}
+    output = [responses_api.OutputMessage(id="msg_1", content=[responses_api.OutputText(text=TEXT)])]
+    tracemalloc.start()
+    try:
+        store = responses_api.ResponseStore()
+        for n in range(150):
+            body = responses_api.ResponsesRequest.model_validate(json.loads(json.dumps(fields)))
+            made = response.model_copy(update={**body.model_dump(include=set(told)), "id": f"resp-{n}"})
+            made.output = output if n % 2 else []
+            store.put(responses_api.StoredResponse.of("key", body, [{"role": "user", "content": "a"}], made))
+        gc.collect()
+        before, _ = tracemalloc.get_traced_memory()
+        del store
+        gc.collect()
+        held = before - tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 0.5 * limit < held <= limit
 
 
 @pytest.mark.parametrize(
@@ -332,6 +376,10 @@ def test_the_oldest_responses_give_way(http: httpx2.Client, monkeypatch: pytest.
         ({"input": [{"type": "function_call", "name": "f"}]}, "input", "call_id"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "function"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"input": "a", "metadata": {str(n): "" for n in range(17)}}, "metadata", "at most 16 pairs"),
+        ({"input": "a", "metadata": {"k" * 65: ""}}, "metadata", "keys of up to 64"),
+        ({"input": "a", "metadata": {"k": "v" * 513}}, "metadata", "values of up to 512"),
+        ({"input": "a", "metadata": {"k": 1}}, "metadata", "pairs of strings"),
         ({"input": "a", "background": True}, "background", "not implemented"),
         ({"input": "a", "truncation": "auto"}, "truncation", "never shortened"),
         ({"input": "a", "temperature": -1.0}, "temperature", "greater than or equal to 0"),
