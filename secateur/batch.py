@@ -36,6 +36,7 @@ from secateur.client import DEFAULT_BASE_URL, DEFAULT_TIMEOUT_S, AsyncClient
 from secateur.client_http import Call
 from secateur.endpoints import EndpointPool
 from secateur.errors import APIConnectionError, APIError, AuthenticationError, BatchError
+from secateur.jsonl import content_of, value_of
 from secateur.responses import IDEMPOTENCY_HEADER, REQUEST_ID_HEADER, ChatCompletionResponse, CompletionResponse
 from secateur.retries import OUTAGE_TIMEOUT_S
 from secateur.schema import problems_of
@@ -321,10 +322,10 @@ def _input_lines(
         for number, raw in enumerate(file, start=1):
             if digest is not None:
                 digest.update(raw)
-            if not raw.strip():
+            if not (content := content_of(raw)).strip():
                 continue
             try:
-                yield number, BatchInputLine.model_validate(_sendable(json.loads(raw)))
+                yield number, BatchInputLine.model_validate(_sendable(value_of(content)))
             except ValidationError as error:
                 found = [str(problem) for problem in problems_of(error, BatchInputLine.model_fields)]
             except ValueError as error:
@@ -341,7 +342,7 @@ def _changed(path: Path, problems: list[str]) -> BatchError:
 
 
 def _sendable(line: Any) -> Any:
-    """Return the line. Raises ValueError for what Python reads but JSON forbids: NaN, or a lone surrogate."""
+    """Return the line. Raises ValueError for what JSON can spell but not send: 1e999, or a lone surrogate."""
     json.dumps(line, ensure_ascii=False, allow_nan=False).encode()
     return line
 

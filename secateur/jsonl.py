@@ -6,11 +6,51 @@ and text files at a lone \r, which is white space in JSON.
 
 from __future__ import annotations
 
+import codecs
+import json
 from collections.abc import Iterator
+from typing import Any
+
+MAX_LEVELS = 200
+"""How deep a field of a request may be nested. What reads and writes JSON gives up at 255 levels or more."""
+MAX_LINE_LEVELS = MAX_LEVELS + 2
+"""The same for a line of a batch, which has the fields in its `body`."""
 
 
 def lines_of(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (line number, line without its end) for every line that is not blank."""
+    """Yield (line number, line without its end and byte order mark) for every line that is not blank."""
     for number, line in enumerate(text.split("\n"), 1):
-        if line.strip(" \t\r"):
-            yield number, line.removesuffix("\r")
+        content = line.removesuffix("\r").removeprefix("\ufeff")
+        if content.strip(" \t\r"):
+            yield number, content
+
+
+def content_of(line: bytes) -> bytes:
+    """Return a line without its end, and without a byte order mark: joined files have theirs in the middle."""
+    return line.removesuffix(b"\n").removesuffix(b"\r").removeprefix(codecs.BOM_UTF8)
+
+
+def value_of(text: str | bytes) -> Any:
+    """Return the value that a JSON text in UTF-8 describes. Raises ValueError, also for NaN and for too many levels."""
+    text = text if isinstance(text, str) else text.decode()
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+        is_too_deep = text.count("[") + text.count("{") > MAX_LINE_LEVELS and is_nested(value, MAX_LINE_LEVELS)
+    except RecursionError:
+        is_too_deep = True
+    if is_too_deep:
+        raise ValueError(f"nested more than {MAX_LINE_LEVELS} levels deep")
+    return value
+
+
+def is_nested(value: Any, levels: int) -> bool:
+    """Return whether a JSON value is nested more than `levels` deep."""
+    found: list[Any] = [[value]]
+    for _ in range(levels + 1):
+        inner = (item for each in found for item in (each.values() if isinstance(each, dict) else each))
+        found = [item for item in inner if isinstance(item, dict | list)]
+    return bool(found)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

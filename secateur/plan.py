@@ -7,7 +7,6 @@ predictions without measurements. All are JSON; `cluster.planner` computes with 
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -15,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from secateur.config import read_text
 from secateur.errors import ConfigError, Problem
-from secateur.jsonl import lines_of
+from secateur.jsonl import lines_of, value_of
 from secateur.schema import Strict, did_you_mean
 from secateur.token_tree import MAX_NODES
 
@@ -344,20 +343,21 @@ def read_trace(path: Path) -> tuple[Arrival, ...]:
     arrivals = []
     for number, line in lines_of(read_text(path, "--trace")):
         place = f"--trace {path}, line {number}"
-        try:
-            arrivals.append(_load(Arrival, json.loads(line), place))
-        except json.JSONDecodeError as error:
-            raise ConfigError(Problem(place, f"not JSON: {error}")) from None
+        arrivals.append(_load(Arrival, _parse(line, place), place))
     if not arrivals:
         raise ConfigError(Problem(f"--trace {path}", "holds no arrivals"))
     return tuple(sorted(arrivals, key=lambda arrival: arrival.seconds))
 
 
 def _read_json(path: Path, flag: str) -> Any:
+    return _parse(read_text(path, flag), f"{flag} {path}")
+
+
+def _parse(text: str, place: str) -> Any:
     try:
-        return json.loads(read_text(path, flag))
-    except json.JSONDecodeError as error:
-        raise ConfigError(Problem(f"{flag} {path}", f"not JSON: {error}")) from None
+        return value_of(text)
+    except ValueError as error:
+        raise ConfigError(Problem(place, f"not JSON: {error}")) from None
 
 
 M = TypeVar("M", bound=Strict)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from secateur.errors import ConfigError, Problem
-from secateur.jsonl import lines_of
+from secateur.jsonl import lines_of, value_of
 
 BUNDLED_PROMPTS = Path(__file__).parent / "bundled" / "prompts.jsonl"
 """Held-out texts and chats from the distribution that the bundled models were trained on."""
@@ -36,8 +35,8 @@ def read_prompts(path: Path, most: int) -> list[BenchPrompt]:
 
 def _parse(line: str, place: str) -> BenchPrompt:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        row = value_of(line)
+    except ValueError as error:
         raise ConfigError(Problem("--prompts", f"{place}: not JSON: {error}")) from None
     match row:
         case {"text": str(text)} if text:

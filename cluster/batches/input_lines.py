@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from secateur.batches_api import InvalidLine
+from secateur.jsonl import content_of, value_of
 
 MAX_LINES = 50_000
-MAX_ID_CHARS = 512
+MAX_ID_CHARS = MAX_QUOTED_CHARS = 512
 MAX_LINE_BYTES = 16 << 20
-"""As much as the body of a request may have."""
+"""As much as the body of a request may have, without the line's end and a byte order mark."""
+_AROUND = len(b"\xef\xbb\xbf\r\n")
 _KEYS = ("custom_id", "method", "url", "body")
 
 
@@ -34,7 +35,13 @@ class BadLine(Exception):
 
     def at(self, number: int) -> InvalidLine:
         """Return the problem as an entry of a batch's errors."""
-        return InvalidLine(code=self.code, message=str(self), param=self.param, line=number)
+        param = None if self.param is None else _quoted(self.param)
+        return InvalidLine(code=self.code, message=_quoted(str(self)), param=param, line=number)
+
+
+def _quoted(text: str) -> str:
+    """Return text of a client that answers can repeat: bounded, and without lone surrogates."""
+    return text[:MAX_QUOTED_CHARS].encode("utf-8", "backslashreplace").decode()
 
 
 def read_lines(path: Path, endpoint: str, model: str) -> Iterator[InputLine | InvalidLine]:
@@ -42,7 +49,7 @@ def read_lines(path: Path, endpoint: str, model: str) -> Iterator[InputLine | In
     num_requests = 0
     with path.open("rb") as file:
         for number, offset, raw in _raw_lines(file):
-            if raw is not None and not raw.strip():
+            if raw is not None and not content_of(raw).strip():
                 continue
             num_requests += 1
             if num_requests > MAX_LINES:
@@ -52,7 +59,7 @@ def read_lines(path: Path, endpoint: str, model: str) -> Iterator[InputLine | In
             try:
                 if raw is None:
                     raise BadLine("invalid_request", f"This line has more than {MAX_LINE_BYTES} bytes; send less.")
-                request = parse(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw)
+                request = parse(raw)
                 _check(request, endpoint, model)
             except BadLine as problem:
                 yield problem.at(number)
@@ -66,31 +73,27 @@ def body_at(path: Path, offset: int, length: int) -> dict[str, Any]:
     """Return the body of a line that was valid. Raises OSError, BadLine if the file has changed."""
     with path.open("rb") as file:
         file.seek(offset)
-        body: dict[str, Any] = parse(file.read(length).removeprefix(b"\xef\xbb\xbf"))["body"]
+        body: dict[str, Any] = parse(file.read(length))["body"]
         return body
 
 
 def parse(raw: bytes) -> dict[str, Any]:
     """Return the object in a line. Raises BadLine."""
     try:
-        line = json.loads(raw.decode(), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        line = value_of(content_of(raw))
+    except ValueError as error:
         raise BadLine("invalid_json_line", f"This line is not parseable as valid JSON: {error}.") from None
     if not isinstance(line, dict):
         raise BadLine("invalid_json_line", 'This line must be a JSON object: {"custom_id": ..., "method": "POST", ...}')
     return line
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _raw_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes | None]]:
     r"""Yield (number, offset, line); None for one that is too long. A line ends with \n, as in `secateur.jsonl`."""
     number = offset = 0
-    while raw := file.readline(MAX_LINE_BYTES + 1):
+    while raw := file.readline(MAX_LINE_BYTES + _AROUND):
         number += 1
-        if len(raw) <= MAX_LINE_BYTES:
+        if len(content_of(raw)) <= MAX_LINE_BYTES:
             yield number, offset, raw
         else:
             yield number, offset, None

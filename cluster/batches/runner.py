@@ -199,7 +199,7 @@ class BatchRunner:
 
     async def _answer(self, line: LineClaim, body: dict[str, Any]) -> None:
         request_id = f"{line.batch_id}-{line.number}"
-        content = json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass")  # no longer than the line
+        content = json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass")
         while True:
             answer = await self._post(line.endpoint, content, request_id=request_id, owner=line.owner)
             if answer.status != HTTPStatus.TOO_MANY_REQUESTS:

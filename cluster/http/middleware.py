@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import cast
+from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -32,6 +32,7 @@ from cluster.http.rate_limits import Callers
 from cluster.http.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
 from cluster.rank_exits import EngineDead
 from secateur.errors import Problem
+from secateur.jsonl import MAX_LEVELS, is_nested
 from secateur.responses import IGNORED_HEADER, REQUEST_ID_HEADER, ErrorResponse
 from secateur.schema import problems_of
 from secateur.speculative import Speculative
@@ -57,6 +58,49 @@ class Cors:
     methods: Sequence[str] = ("*",)
     headers: Sequence[str] = ("*",)
     credentials: bool = False
+
+
+_HALF = re.compile("[\ud800-\udfff]")
+_MAY_BE_HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|\0")
+"""Lone surrogates as JSON may spell them, whole pairs, which are as good as any character, and JSON in UTF-16."""
+
+
+async def check_json(request: Request) -> None:
+    """Raise BadRequest for a JSON body that is nested too deeply or has a lone surrogate, which no answer can repeat.
+
+    A dependency of all routes.
+    """
+    has_json = "json" in request.headers.get("content-type", "")
+    if not has_json or getattr(request.scope["route"], "body_field", None) is None:
+        return  # to read the body of an upload would be too much
+    raw = await request.body()
+    may_be_half, may_be_deep = _MAY_BE_HALF.search(raw), raw.count(b"[") + raw.count(b"{") > MAX_LEVELS
+    if not (may_be_half or may_be_deep):
+        return
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError):  # of a type that FastAPI does not read as JSON
+        return
+    for field, value in body.items() if isinstance(body, dict) else ():
+        if may_be_deep and is_nested(value, MAX_LEVELS):
+            raise BadRequest(f"{field} is nested more than {MAX_LEVELS} levels deep; make it flatter", param=field)
+        if may_be_half and _has_half([field, value]):
+            param = None if _has_half(field) else field
+            message = "has half a character, a lone surrogate such as \\ud83c; write it whole"
+            raise BadRequest(f"{param or 'the name of a field'} {message}", param=param)
+
+
+def _has_half(value: Any) -> bool:
+    pending = [value]
+    while pending:
+        match pending.pop():
+            case str() as text if _HALF.search(text):
+                return True
+            case dict() as fields:
+                pending += [*fields.keys(), *fields.values()]
+            case list() as items:
+                pending += items
+    return False
 
 
 def to_http_error(error: Exception) -> HttpError:
@@ -254,7 +298,7 @@ class _RequestIdMiddleware:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
-            if num_bytes > max_bytes:
+            if num_bytes > max_bytes and IN_PROCESS not in scope:  # a line of a batch, which has been measured
                 raise HTTPException(413, f"the body is larger than {max_bytes >> 20} MiB; send less at once")
             return message
 

@@ -29,7 +29,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from cluster.http import in_process, metrics, middleware, openapi
@@ -105,7 +105,12 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         ):
             yield
 
-    app = FastAPI(title="Secateur", version=__version__, lifespan=lifespan)
+    app = FastAPI(
+        title="Secateur",
+        version=__version__,
+        lifespan=lifespan,
+        dependencies=[Depends(middleware.check_json)],
+    )
     middleware.install(
         app,
         api_keys=service.api_keys,

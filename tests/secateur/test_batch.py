@@ -582,6 +582,8 @@ def test_an_input_that_changes_during_the_run_is_an_error(tmp_path, output):
         ("[1]", "line 2: "),
         (json.dumps(line("b")).replace("4", "NaN"), "line 2: not JSON"),
         (line("b", body={"prompt": "half a \ud83c tree"}), "line 2: not JSON"),
+        *[('{"a":' * n + "1" + "}" * n, "line 2: not JSON: nested more than 202 levels deep") for n in (203, 700, 960)],
+        *[("[" * n + "]" * n, "line 2: not JSON: nested ") for n in (203, 980, 990, 3000, 100_000)],
         (line("a"), "line 2: custom_id 'a' is already on line 1"),
         (line(""), "line 2: custom_id: "),
         ({key: value for key, value in line("b").items() if key != "custom_id"}, "line 2: custom_id: is required"),

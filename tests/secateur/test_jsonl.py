@@ -64,5 +64,26 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_every_line_may_begin_with_a_byte_order_mark_and_be_blank_behind_it(tmp_path: Path, end: str) -> None:
+    """Files that were joined have theirs in the middle."""
+
+    def joined(first: str, second: str) -> Path:
+        lines = ["", "\ufeff", "\ufeff \t", f"\ufeff{first}", "\ufeff", f"\ufeff{second}", "\ufeff"]
+        return write(tmp_path / "joined.jsonl", *lines, end=end)
+
+    assert read_job(joined(batch_line("a"), batch_line("b"))).custom_ids == {"a", "b"}
+    assert [p.text for p in read_prompts(joined('{"text": "a"}', '{"text": "b"}'), 2)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("levels", [203, 900, 990, 5000])
+def test_a_value_that_is_nested_too_deeply_is_an_error_of_its_line(tmp_path: Path, levels: int) -> None:
+    file = write(tmp_path / "p.jsonl", '{"text": "a"}', "[" * levels + "]" * levels)
+    with pytest.raises(ConfigError, match="line 2: not JSON: nested"):
+        read_prompts(file, 1)
+    with pytest.raises(ConfigError, match="line 1: not JSON: nested"):
+        read_trace(write(tmp_path / "t.jsonl", "[" * levels + "]" * levels))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_a_batch_line_may_contain_unicode_line_separators(tmp_path: Path, end: str) -> None:
     assert read_job(write(tmp_path / "in.jsonl", batch_line("a"), batch_line("b"), end=end)).custom_ids == {"a", "b"}

@@ -131,10 +131,48 @@ def test_ignored_fields_are_named_with_the_answer(api: httpx2.Client) -> None:
     assert answer["response"]["headers"] == {"x-secateur-ignored": "zeta"}
 
 
-def test_the_first_batch_file_line_may_begin_with_a_byte_order_mark(api: httpx2.Client) -> None:
-    text = b"\xef\xbb\xbf" + jsonl(line("a")) + b"\r\n \n" + jsonl(line("b")).replace(b"\n", b"\r\n")
+BOM = b"\xef\xbb\xbf"
+
+
+@pytest.mark.parametrize("first", [b"", BOM + b"\n", BOM + b" \r\n", BOM])
+def test_every_line_may_begin_with_a_byte_order_mark_and_be_blank_behind_it(api: httpx2.Client, first: bytes) -> None:
+    text = first + jsonl(line("a")) + b"\r\n \n" + BOM + b"\n" + BOM + jsonl(line("b")).replace(b"\n", b"\r\n")
     batch = ended(api, create(api, text.removesuffix(b"\r\n"))["id"])
+    assert batch["status"] == "completed", batch["errors"]
     assert [answer["custom_id"] for answer in content(api, batch["output_file_id"])] == ["a", "b"]
+    assert [error["code"] for error in ended(api, create(api, BOM)["id"])["errors"]["data"]] == ["empty_file"]
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+def test_the_limit_of_a_line_counts_neither_its_end_nor_its_byte_order_mark(
+    api: httpx2.Client, monkeypatch: pytest.MonkeyPatch, end: bytes
+) -> None:
+    [text] = jsonl(line("a")).splitlines()
+    monkeypatch.setattr(input_lines, "MAX_LINE_BYTES", len(text))
+    for start in (b"", BOM):
+        assert ended(api, create(api, start + text + end)["id"])["status"] == "completed"
+        batch = ended(api, create(api, start + text.replace(b"{", b"{ ", 1) + end + b"\n{")["id"])
+        problems = [(error["code"], error["line"]) for error in batch["errors"]["data"]]
+        assert problems == [("invalid_request", 1), ("invalid_json_line", 2 + end.count(b"\n"))]
+
+
+def test_a_line_of_16_mib_is_answered_however_its_numbers_are_written(api: httpx2.Client) -> None:
+    begin, end = jsonl(line("a", prompt="a", max_tokens=3)).removesuffix(b"}}\n") + b',"x":[', b"1]}}"
+    numbers = b"1e15," * ((input_lines.MAX_LINE_BYTES - len(begin) - len(end)) // 5)
+    text = begin + numbers + end
+    batch = ended(api, create(api, text + b" " * (input_lines.MAX_LINE_BYTES - len(text)) + b"\n")["id"], 60)
+    assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}, batch["errors"]
+
+
+def test_lines_are_nested_as_deep_as_requests_or_their_batch_names_them(api: httpx2.Client) -> None:
+    def nested(levels: int) -> bytes:
+        return b"[" * levels + b"]" * levels
+
+    lines = [jsonl(line("a", prompt="a", x=0)).replace(b"0", nested(levels)) for levels in (200, 201, 700, 970, 3000)]
+    assert ended(api, create(api, lines[0])["id"])["request_counts"]["completed"] == 1
+    batch = ended(api, create(api, b"".join(lines))["id"])
+    found = [(error["line"], error["code"]) for error in batch["errors"]["data"]]
+    assert found == [(number, "invalid_json_line") for number in (2, 3, 4, 5)]
 
 
 def test_texts_reach_the_route_as_they_are(api: httpx2.Client, batching: FakeService, tokenizer: Any) -> None:
@@ -170,6 +208,9 @@ def test_wrong_lines_are_listed_by_number_and_nothing_runs(api: httpx2.Client, b
         (line("s", prompt="a", stream=True), "invalid_request", "body.stream"),
         (line("o", prompt="a", model="other"), "model_not_found", "body.model"),
         ({**line("k"), "extra": 1}, "unknown_parameter", "extra"),
+        ({**line("l"), "\ud800": 1}, "unknown_parameter", "\\ud800"),
+        ({**line("v"), "k" * 100_000: 1}, "unknown_parameter", "k" * 512),
+        (line("w", "/" * 100_000), "url_mismatch", "url"),
     ]
     before = len(batching.engine.submitted)
     text = jsonl(good) + b"".join(
@@ -179,7 +220,7 @@ def test_wrong_lines_are_listed_by_number_and_nothing_runs(api: httpx2.Client, b
     assert batch["status"] == "failed" and batch["failed_at"] and batch["errors"]["object"] == "list"
     found = [(error["line"], error["code"], error["param"]) for error in batch["errors"]["data"]]
     assert found == [(number, code, param) for number, (_, code, param) in enumerate(wrong, start=2)]
-    assert all(len(error["message"]) > 10 for error in batch["errors"]["data"])
+    assert all(10 < len(error["message"]) < 1000 for error in batch["errors"]["data"])
     assert batch["request_counts"] == {"total": 0, "completed": 0, "failed": 0}
     assert batch["output_file_id"] is batch["error_file_id"] is None and len(batching.engine.submitted) == before
 

@@ -8,6 +8,7 @@ import re
 import socket
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import httpx2
 import pytest
@@ -17,6 +18,7 @@ from tests.support.fake_service import FakeService, error_of
 PATIENCE_S = 10.0
 """Shorter than every time limit on requests: what is wrong from the start must not wait for one."""
 BODY = b'{"prompt": "a"}'
+AS_JSON = {"Content-Type": "application/json"}
 SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n"
 CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
 
@@ -124,3 +126,81 @@ def test_a_body_that_is_not_json_in_utf_8_is_a_400(http: httpx2.Client, content:
     response = http.post("/v1/completions", content=content)
     assert response.status_code == 400
     assert len(error_of(response)["message"]) < 1000
+
+
+TOOL = {"type": "function", "name": "f"}
+MESSAGES = [{"role": "user", "content": "a"}]
+BATCH = {"input_file_id": "file-a", "endpoint": "/v1/completions", "completion_window": "24h"}
+HALVES: list[tuple[str, dict[str, Any], str | None]] = [
+    ("/v1/responses", {"input": "a", "metadata": {"a": "?"}}, "metadata"),
+    ("/v1/responses", {"input": "a", "metadata": {"?": "a"}, "stream": True}, "metadata"),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "text", "name": "?"}}}, "text"),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "text"}, "x": ["?"]}, "stream": True}, "text"),
+    ("/v1/responses", {"input": "a", "tools": [TOOL | {"parameters": {"?": 1}}]}, "tools"),
+    ("/v1/responses", {"input": "a", "tools": [TOOL], "tool_choice": TOOL | {"x": "?"}}, "tool_choice"),
+    ("/v1/responses", {"input": [{"type": "reasoning", "x": "?"}, *MESSAGES]}, "input"),
+    ("/v1/responses", {"input": "?"}, "input"),
+    ("/v1/responses", {"input": "a", "?": 1}, None),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "?"}]}, "messages"),
+    ("/v1/chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"x": "?"}}, "chat_template_kwargs"),
+    ("/v1/completions", {"prompt": ["a", "b?"]}, "prompt"),
+    ("/tokenize", {"prompt": "?"}, "prompt"),
+    ("/detokenize", {"tokens": [1], "x": "?"}, "x"),
+    ("/v1/batches", BATCH | {"input_file_id": "?"}, "input_file_id"),
+    ("/v1/batches", BATCH | {"metadata": {"a": "?"}}, "metadata"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), HALVES)
+def test_half_a_character_is_a_400_that_names_its_field(
+    http: httpx2.Client, path: str, body: dict[str, Any], param: str | None
+) -> None:
+    text = json.dumps(body)
+    for half in (rb"\ud800", rb"\uDFFF", b"\xed\xa0\x80", rb"\ud83c\ud83c\udf33"):
+        response = http.post(path, content=text.encode().replace(b"?", half), headers=AS_JSON)
+        error = error_of(response)
+        assert (response.status_code, error["param"]) == (400, param), response.text
+        assert "half a character" in error["message"]
+    response = http.post(path, content=text.replace("?", "\\ud83c").encode("utf-16"), headers=AS_JSON)
+    assert response.status_code == 400
+    whole = http.post(path, content=text.encode().replace(b"?", rb"\ud83c\udf33"), headers=AS_JSON)
+    assert "half a character" not in whole.text
+
+
+def test_every_route_with_a_json_body_refuses_half_a_character(http: httpx2.Client) -> None:
+    paths = http.get("/openapi.json").json()["paths"]
+    routes = {
+        path
+        for path, methods in paths.items()
+        if "application/json" in methods.get("post", {}).get("requestBody", {}).get("content", {})
+    }
+    assert routes == {path for path, *_ in HALVES}
+    for path in routes:
+        response = http.post(path, content=rb'{"x": "\ud800"}', headers=AS_JSON)
+        assert "half a character" in error_of(response)["message"], path
+
+
+DEEP: list[tuple[str, str, str]] = [
+    ("/v1/responses", '{"input": "a", "text": {"x": ?}}', "text"),
+    ("/v1/responses", '{"input": "a", "tools": [{"type": "function", "name": "f", "parameters": {"a": ?}}]}', "tools"),
+    ("/v1/responses", '{"input": "a", "structured_outputs": {"json": {"const": ?}}}', "structured_outputs"),
+    ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "a", "x": ?}]}', "messages"),
+    (
+        "/v1/chat/completions",
+        '{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": ?}}',
+        "chat_template_kwargs",
+    ),
+    ("/tokenize", '{"prompt": "a", "x": ?}', "x"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), DEEP)
+def test_a_body_may_be_nested_so_deep_and_no_deeper(http: httpx2.Client, path: str, body: str, param: str) -> None:
+    def nested(levels: int) -> httpx2.Response:
+        return http.post(path, content=body.replace("?", '{"a":' * levels + "[]" + "}" * levels), headers=AS_JSON)
+
+    assert nested(190).status_code == 200 or "nested" not in nested(190).text
+    for levels in (200, 255, 300, 500, 800, 950):
+        response = nested(levels)
+        assert (response.status_code, error_of(response)["param"]) == (400, param)
+        assert "more than 200 levels" in error_of(response)["message"]
