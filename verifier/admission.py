@@ -11,8 +11,10 @@ from workers.config import EngineConfig
 
 def request_of(submit: Submit, config: EngineConfig) -> Request:
     """Return the engine's state of a submitted request."""
-    first_draft_slot = int(config.draft is not None and config.draft.reads_features)
-    return Request(submit, rule_of(submit, config.draft), tree_limits(submit, config.draft), first_draft_slot)
+    draft, size = config.draft, config.page_size
+    reads_features = draft is not None and draft.reads_features
+    feed_first = len(submit.prompt) // size * size if reads_features and config.enable_prefix_caching else 0
+    return Request(submit, rule_of(submit, draft), tree_limits(submit, draft), int(reads_features), feed_first)
 
 
 def rejection_reason(request: Request, max_model_len: int, limits: Limits, num_pages: int) -> str | None:

@@ -36,9 +36,11 @@ def draft_depth(request: Request, config: EngineConfig) -> int:
 
 
 def is_due(request: Request, max_backlog: int) -> bool:
-    """Return whether the request must be fed even if it gets no tree."""
-    has_sharers = request.is_repeated and request.num_fed < request.num_prompt
-    return has_sharers or backlog(request) > max_backlog
+    """Return whether the request must be fed even if it gets no tree.
+
+    A prompt is fed at once, because others can share its pages only then.
+    """
+    return backlog(request) > max_backlog or (request.is_decoding and request.num_fed < request.feed_first)
 
 
 def within_message(inputs: dict[Request, DraftInput], max_rows: int, max_backlog: int) -> dict[Request, DraftInput]:

@@ -263,10 +263,8 @@ class Engine:
         """Give a waiting request its seat and the pages that hold the beginning of its tokens."""
         self._waiting.remove(request)
         insort(self._running, request, key=_ORDER)
-        request.is_repeated = self._prefix_cache.is_repeated(request, pages)
         if pages:
-            self._prefix_cache.share(request, pages)
-            request.share(pages, self._config.page_size)
+            request.share(pages, self._config.page_size, self._prefix_cache.share(request, pages))
             state_1X = self._prefix_cache.last_state(pages)
             if state_1X is not None and request.has_drafter:
                 self._hidden_states.put(request, state_1X)

@@ -1,10 +1,10 @@
 """Automatic prefix caching: a request that begins like an earlier one shares its pages in both KV pools.
 
 A page's key is the chained 256-bit BLAKE2b digest of the request's salt and of all tokens up to the page's end, so two
-different prefixes never collide. A page is published when its slots hold final KV; it is never written again. It is
-marked as drafted when the drafter's pool holds its tokens as well. A request without a drafter shares any
-published page. One that is drafted for shares drafted pages only: shared pages are read-only, and the target's states
-that an EAGLE head would need to fill them in later were not kept.
+different prefixes never collide. A page is published when its slots hold final KV; the target never writes it again.
+It is marked as drafted when the drafter's pool holds its tokens as well. A request shares any published page, and a
+drafter that reads tokens alone is then fed those that it lacks. Beside an EAGLE head a request that is drafted for
+shares drafted pages only, because the target's states that would fill in the others were not kept.
 
 One state is kept for each page, that of its last token: the drafter's entry for the first token behind a shared prefix
 of h tokens is (token h, feature of token h - 1). It is kept on verifier rank 0, from the step that computed it.
@@ -50,18 +50,21 @@ class PrefixCache:
         The request computes at least the token before its root itself. For a prompt that token's row draws the first
         output token. A request that asks for log-probabilities of its prompt computes all rows that they need.
         """
-        return self._find(request, is_drafted=request.has_drafter)
+        if not self._is_enabled:
+            return NO_MATCH
+        keys = self._keys(request, request.num_shareable // self._page_size)
+        return self._allocator.find(keys, is_drafted=request.has_drafter and request.reads_features)
 
-    def is_repeated(self, request: Request, pages: list[int]) -> bool:
-        """Return whether more than `pages`, which `find` returned, hold the request's beginning but are undrafted."""
-        return request.has_drafter and len(self._find(request, is_drafted=False).pages) > len(pages)
+    def share(self, request: Request, pages: list[int]) -> int:
+        """Count a joining request among the holders of the pages that `find` returned for it.
 
-    def share(self, request: Request, pages: list[int]) -> None:
-        """Count a joining request among the holders of the pages that `find` returned for it."""
+        Returns how many of them, from the first, its drafter need not be fed.
+        """
         self._allocator.share(pages)
         published = self._published.setdefault(request, _Published())
         published.num_pages = len(pages)
-        published.num_drafted = len(pages) if request.has_drafter else 0
+        published.num_drafted = self._allocator.num_drafted(pages) if request.has_drafter else 0
+        return published.num_drafted
 
     def last_state(self, pages: list[int]) -> Tensor | None:
         """Return the state [1, X] of the last token of these pages; None if no states are kept."""
@@ -107,12 +110,6 @@ class PrefixCache:
         """Forget which pages the request has published; it no longer holds them."""
         if published := self._published.get(request):
             published.num_pages = published.num_drafted = 0
-
-    def _find(self, request: Request, *, is_drafted: bool) -> PrefixMatch:
-        if not self._is_enabled:
-            return NO_MATCH
-        keys = self._keys(request, request.num_shareable // self._page_size)
-        return self._allocator.find(keys, is_drafted=is_drafted)
 
     def _keys(self, request: Request, count: int) -> list[bytes]:
         """Return the keys of the request's first pages. They are computed once, because tokens never change."""

@@ -24,6 +24,7 @@ class Request:
     rule: Rule
     limits: TreeLimits | None  # None: the request is never drafted for
     first_draft_slot: int  # 1 for an EAGLE drafter, whose slot 0 stays empty; 0 for a draft model
+    feed_first: int = 0  # leading positions that a drafter is fed although it does not draft, see `is_due`
     tokens: list[int] = field(init=False)  # prompt and output
     num_prompt: int = field(init=False)
     tree_rows: int = field(init=False)  # the most rows of one tree, root included
@@ -38,7 +39,6 @@ class Request:
     last_step: int = -1  # the last step that verified a tree of it
     arrived_s: float = field(default_factory=time.perf_counter)
     queued_s: float = 0.0  # seconds from its arrival until it first joined
-    is_repeated: bool = False  # shares its prefix with earlier requests that were not drafted for
     stats: RequestStats = field(default_factory=RequestStats)
     _token_counter: TokenCounter = field(init=False)
     _output: array[int] = field(default_factory=partial(array, "i"))  # the grammar's, if there is one
@@ -60,11 +60,10 @@ class Request:
         """Reset everything that the request's pages hold, when they are released."""
         self.pages, self.num_computed, self.num_fed = array("i"), 0, self.first_draft_slot
 
-    def share(self, pages: list[int], page_size: int) -> None:
-        """Begin with shared pages: their positions are computed, and fed if the request has a drafter."""
+    def share(self, pages: list[int], page_size: int, num_drafted: int) -> None:
+        """Begin with shared pages: their positions are computed, and those of the first `num_drafted` are fed."""
         self.pages, self.num_computed = array("i", pages), len(pages) * page_size
-        if self.has_drafter:
-            self.num_fed = self.num_computed
+        self.num_fed = max(self.num_fed, num_drafted * page_size)
 
     def append(self, tokens: list[int]) -> None:
         """Commit output tokens."""
@@ -104,6 +103,11 @@ class Request:
         """
         unknown = self.to_score(0, self.num_prompt)
         return min(unknown.start, self.root - 1) if unknown else self.root - 1
+
+    @property
+    def reads_features(self) -> bool:
+        """Return whether its drafter is fed the target's states beside tokens."""
+        return self.first_draft_slot > 0
 
     @property
     def has_grammar(self) -> bool:

@@ -135,6 +135,10 @@ class PageAllocator:
         """Number of requests that hold the page."""
         return self._num_holders[page]
 
+    def num_drafted(self, pages: Sequence[int]) -> int:
+        """Number of leading pages whose tokens the drafter's pool holds."""
+        return next((i for i, page in enumerate(pages) if page not in self._drafted), len(pages))
+
     def is_published(self, page: int) -> bool:
         """True if the page can be found by its key."""
         return page in self._key_of

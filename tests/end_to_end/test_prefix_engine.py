@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
 from cluster.engine_client import EngineClient
 from cluster.local_engine import LocalEngine
+from tests.end_to_end.test_methods import METHODS
 from tests.support.engines import DYNAMIC, bundled, in_turn, prompts
 from workers.comm.ipc import RequestStats, Speculation, Submit
-from workers.config import DraftConfig
+from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts
 from workers.settings import SamplingSettings
 
 PREFIX = [token for prompt in prompts() for token in prompt][:1000]
@@ -80,5 +82,44 @@ def test_a_request_behind_a_shared_prefix_computes_the_rest_alone(engine):
                 print(f"\n{engine}, {kind}: first token after {told}")
             if ENGINES[engine].draft is not None:
                 assert alone.stats.num_drafts > 0
+
+    asyncio.run(compare())
+
+
+REPEATED = {**METHODS, **{name: lambda _, name=name: ENGINES[name] for name in ("off", "eagle3", "draft_model")}}
+DEAR = PruneConfig(
+    auto=True,
+    prompt_lookup=False,
+    simulated_costs=SimulatedCosts(step_ms=1, row_ms=1, draft_ms=1000, level_ms=1000),
+)
+
+
+def under_auto(config: EngineConfig) -> EngineConfig:
+    """Return the same with drafting off, because it is dear, for the 31 steps before `auto` probes it."""
+    if (draft := config.draft) is None:
+        return config
+    return replace(config, draft=replace(draft, overlap="none", tree=replace(draft.tree, prune=DEAR)))
+
+
+@pytest.mark.parametrize("method", REPEATED)
+def test_a_short_prompt_is_found_the_second_time_whether_or_not_it_is_drafted_for(method: str, tmp_path: Path) -> None:
+    async def compare() -> None:
+        config = under_auto(REPEATED[method](tmp_path))
+        async with LocalEngine(config) as client:
+            for is_auto in (True, False):
+                for length in (17, 50):
+                    prompt = [3 + token % 60 for token in SECOND[:length]]
+                    submit = Submit(
+                        id=0, prompt=prompt, max_tokens=8, sampling=SamplingSettings(seed=length), ignore_eos=True,
+                        speculation=Speculation(auto=is_auto), cache_salt=f"{is_auto} {length}",
+                    )  # fmt: skip
+                    told = []
+                    for _ in range(2):
+                        own = [c async for c in client.submit(replace(submit, id=client.new_id()))]
+                        told.append(([token for chunk in own for token in chunk.tokens], own[-1].num_cached_tokens))
+                        if method not in ("off", "ngram"):  # there is hardly anything to look up
+                            assert (own[-1].stats.num_drafts > 0) != is_auto
+                    best = (length - 1) // 16 * 16
+                    assert told[1] == (told[0][0], best) and told[0][1] == 0, (is_auto, length)
 
     asyncio.run(compare())

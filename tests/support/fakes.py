@@ -116,7 +116,8 @@ class Memory:
         owner = attention.owner_N.tolist()
         rows = list(zip(owner, attention.slot_N.tolist(), position_N.tolist(), token_N.tolist(), strict=True))
         places = [self.place(tables[b], slot) for b, slot, _, _ in rows]
-        assert len(set(places)) == len(places), "two rows write one slot"
+        entries = {(place, row[2:]) for place, row in zip(places, rows, strict=True)}
+        assert len(set(places)) == len(entries), "two rows write one slot"
         self.held |= {place: (position, token) for place, (_, _, position, token) in zip(places, rows, strict=True)}
         contexts = []
         for n, (b, _, position, _) in enumerate(rows):
@@ -505,7 +506,8 @@ class Bench:
     def _first_written(self, request: Request) -> int:
         """Return the index of the first page that the next steps may write in either pool."""
         moved = [move.target for move in self.engine._moves if move.request is request]
-        fed = [request.num_fed] if request.has_drafter else []
+        # A drafter without features is fed shared pages by each of their holders, with the same tokens.
+        fed = [request.num_fed] if request.has_drafter and request.reads_features else []
         return min([request.num_computed, *moved, *fed]) // self.engine._config.page_size
 
     def _read(self) -> None:

@@ -180,11 +180,14 @@ def test_the_row_behind_a_shared_prefix_waits_for_the_rest_of_its_prompt():
 
 def test_a_request_is_due_when_its_backlog_exceeds_the_limit():
     assert [is_due(_request("waits", count), 7) for count in (6, 7, 8)] == [False, False, True]
-    repeated = _request("waits", 5)
-    repeated.is_repeated = True
-    assert is_due(repeated, 7)
-    repeated.num_fed = repeated.num_prompt
-    assert not is_due(repeated, 7), "the prompt that others share has been fed"
+    prompt = _request("waits", 5)
+    prompt.feed_first = 16
+    assert not is_due(prompt, 7), "its prompt is still being computed"
+    prompt.num_computed = prompt.num_prompt
+    prompt.append([2])
+    assert is_due(prompt, 7)
+    prompt.num_fed = 16
+    assert not is_due(prompt, 7), "the pages that others may share have been fed"
     behind = _request("waits", 12)
     behind.num_computed = 14
     assert backlog(behind) == 7 and not is_due(behind, 7), "what is not computed cannot be fed"

@@ -32,6 +32,9 @@ TREES = {
 }
 KINDS = [(None, "chain"), ("eagle3", "dynamic"), ("draft_model", "static")]
 OFF = Speculation(enabled=False)
+DEAR = PruneConfig(
+    auto=True, simulated_costs=SimulatedCosts(step_ms=1.0, row_ms=1.0, draft_ms=1000.0, level_ms=1000.0)
+)
 GREEDY = SamplingSettings(temperature=0.0)
 PROMPT = [i * 7 % 31 for i in range(41)]  # ten pages of 4 and a token
 
@@ -193,9 +196,8 @@ def test_pages_of_any_size_are_shared(method, tree, page_size):
 # ---- who may find it
 
 
-@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
-def test_a_request_with_drafts_shares_drafted_pages_only(method):
-    with bench_of(method) as bench:
+def test_a_request_of_an_eagle_head_shares_drafted_pages_only():
+    with bench_of("eagle3") as bench:
         for speculation in (OFF, Speculation(), OFF, Speculation()):
             bench.ask(PROMPT, 6, GREEDY, speculation=speculation)
         assert [cached(bench, id) for id in range(4)] == [0, 0, 40, 40]
@@ -203,17 +205,36 @@ def test_a_request_with_drafts_shares_drafted_pages_only(method):
         assert bench.answers[3].last.stats == bench.answers[1].last.stats, "the same trees"
 
 
-def test_without_drafting_under_auto_the_third_request_shares_the_prefix(monkeypatch):
+@pytest.mark.parametrize(("method", "fed"), [("eagle3", [(41, 0)]), ("draft_model", [])])
+def test_without_drafting_under_auto_the_second_request_shares_the_prefix(method, fed, monkeypatch):
     monkeypatch.setattr(gate, "_FIRST_GAP", 10**9)  # no probes
-    dear = PruneConfig(
-        auto=True, simulated_costs=SimulatedCosts(step_ms=1.0, row_ms=1.0, draft_ms=1000.0, level_ms=1000.0)
-    )
-    with Bench(RandomLanguage(), "eagle3", replace(TREES["dynamic"], prune=dear)) as bench:
-        fed = []
+    with Bench(RandomLanguage(), method, replace(TREES["dynamic"], prune=DEAR)) as bench:
+        answers = [bench.ask(PROMPT, 4, GREEDY) for _ in range(2)]
+        told = [(len(request.token_M), int(request.num_nodes_B)) for request in bench.drafter.requests]
+        assert told == fed, "an EAGLE head is fed the prompt once, and a draft model when it first drafts"
+        assert [cached(bench, id) for id in range(2)] == [0, 40] and answers[0].tokens == answers[1].tokens
+
+
+def test_a_request_shares_the_prompt_of_one_that_still_runs_without_drafts(monkeypatch):
+    monkeypatch.setattr(gate, "_FIRST_GAP", 10**9)
+    with Bench(RandomLanguage(), "eagle3", replace(TREES["dynamic"], prune=DEAR)) as bench:
+        ids = [bench.submit(PROMPT, 20, GREEDY)]
         for _ in range(3):
-            bench.ask(PROMPT, 4, GREEDY)
-            fed.append([(len(request.token_M), int(request.num_nodes_B)) for request in bench.drafter.requests])
-        assert fed == [[], [(41, 0)], [(41, 0)]] and [cached(bench, id) for id in range(3)] == [0, 0, 40]
+            bench.step()
+        ids.append(bench.submit(PROMPT, 20, GREEDY))
+        bench.run()
+        assert [cached(bench, id) for id in ids] == [0, 40]
+
+
+def test_a_draft_model_is_fed_the_pages_that_others_computed_without_it():
+    """Its drafts need tokens alone, so the target computes no page again."""
+    with bench_of("draft_model") as bench:
+        for speculation in (OFF, Speculation(), Speculation()):
+            bench.ask(PROMPT, 6, GREEDY, speculation=speculation)
+        assert [cached(bench, id) for id in range(3)] == [0, 40, 40]
+        starts = [start for request in bench.drafter.requests if (start := int(request.start_B[0])) < len(PROMPT)]
+        assert starts == [0, 40], "the first request with drafts feeds the whole prompt"
+        assert bench.answers[2].last.stats == bench.answers[1].last.stats
 
 
 def test_undrafted_tokens_are_not_shared_with_drafting_requests():

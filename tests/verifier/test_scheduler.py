@@ -360,8 +360,7 @@ def test_many_arrivals_end_with_every_page_free(seed, seats, budget, nodes, page
             assert r is waiting.pop(0)
             running.append(r)
             if found:
-                prefixes.share(r, found)
-                r.share(found, page_size)
+                r.share(found, page_size, prefixes.share(r, found))
         for r, count in step.pages:
             assert r in running and count > 0
             r.pages.extend(allocator.alloc(count))
