@@ -116,7 +116,8 @@ from it, also after a restart. An error event has none. Wrong ids are refused wi
 | `event_id_of_another_request` | path, model, body or the model's sampling defaults differ |
 | `not_resumable` | the answer does not repeat, see the [guide](../guides/http.md#streams-that-break-off) |
 
-`answer_changed` (status 409, or an error event) tells that the answer came out differently: nothing is spliced."""
+`answer_changed` (status 409, or an error event) tells that the answer came out differently, as after a near-tie of
+rounding: nothing is spliced."""
 
 
 def http() -> str:

@@ -24,7 +24,7 @@ from zlib import crc32
 from cluster.http.errors import BadRequest, HttpError
 from secateur.requests import SamplingRequest
 from secateur.responses import ErrorResponse
-from verifier.speculation import rule_of, tree_limits
+from verifier.speculation import rule_of
 from workers.comm.ipc import Submit, TokenChunk
 from workers.config import DraftConfig
 
@@ -141,11 +141,10 @@ def why_not_resumable(
     body: SamplingRequest, submit: Submit, draft: DraftConfig | None, num_choices: int
 ) -> BadRequest | None:
     """Return why the events of a stream have no ids; None if they have. submit: of any of its choices."""
-    limits = tree_limits(submit, draft)
-    if rule_of(submit, draft).is_sampled and limits is not None and limits.auto:
+    if rule_of(submit, draft).is_sampled:
         why = (
-            'under acceptance "rejection", pruning "auto" makes tokens depend on the load; ask for "coupled", or for '
-            '"tree_prune": "thresholds" or "off"'
+            'under acceptance "rejection" with draft probabilities another run has other tokens; ask for "coupled", or '
+            'for "enable_draft_probs": false'
         )
         return _not_resumable(why, "speculative")
     if body.return_speculative_trees:

@@ -74,7 +74,8 @@ def test_a_request_behind_a_shared_prefix_computes_the_rest_alone(engine):
                 before = replace(client.stats)
                 await ask(client, FIRST, kind, kind)
                 second = await ask(client, SECOND, kind, kind)
-                assert (second.tokens, second.stats) == (alone.tokens, alone.stats), kind
+                if kind != "rejection":  # whose seed promises no tokens
+                    assert (second.tokens, second.stats) == (alone.tokens, alone.stats), kind
                 assert (alone.num_cached, second.num_cached) == (0, SHARED)
                 assert client.stats.prefix_cache_queries - before.prefix_cache_queries == len(FIRST) + len(SECOND)
                 assert client.stats.prefix_cache_hits - before.prefix_cache_hits == SHARED

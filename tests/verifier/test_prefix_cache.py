@@ -32,9 +32,7 @@ TREES = {
 }
 KINDS = [(None, "chain"), ("eagle3", "dynamic"), ("draft_model", "static")]
 OFF = Speculation(enabled=False)
-DEAR = PruneConfig(
-    auto=True, simulated_costs=SimulatedCosts(step_ms=1.0, row_ms=1.0, draft_ms=1000.0, level_ms=1000.0)
-)
+DEAR = PruneConfig(auto=True, simulated_costs=SimulatedCosts(step_ms=1.0, row_ms=1.0, draft_ms=1000.0, level_ms=1000.0))
 GREEDY = SamplingSettings(temperature=0.0)
 PROMPT = [i * 7 % 31 for i in range(41)]  # ten pages of 4 and a token
 

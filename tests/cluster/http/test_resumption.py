@@ -294,6 +294,8 @@ def test_an_id_of_another_request_is_refused(own: Callable[..., FakeService], ht
     ("asked", "why"),
     [
         ({"speculative": {"acceptance": "rejection", "tree_prune": "auto"}}, 'ask for "coupled"'),
+        ({"speculative": {"acceptance": "rejection", "tree_prune_min_prob": 0.1}}, 'ask for "coupled"'),
+        ({"speculative": {"acceptance": "rejection", "tree_prune": "off"}}, 'ask for "coupled"'),
         ({"return_speculative_trees": True}, "the trees of a run do not repeat"),
     ],
 )
@@ -316,9 +318,9 @@ def server_digest(http: httpx2.Client, body: dict[str, Any]) -> str:
     return digest_of("completion", "fake-model", {}, request.read())
 
 
-def test_rejection_with_fixed_budgets_greedy_requests_and_requests_without_drafts_have_ids(http: httpx2.Client) -> None:
+def test_under_rejection_streams_without_sampled_drafts_have_ids(http: httpx2.Client) -> None:
     for asked in (
-        {"speculative": {"acceptance": "rejection", "tree_prune": "off"}},
+        {"speculative": {"acceptance": "rejection", "enable_draft_probs": False}},
         {"speculative": {"acceptance": "rejection", "enabled": False}},
         {"speculative": {"acceptance": "rejection"}, "temperature": 0},
     ):

@@ -86,6 +86,20 @@ def test_equal_weights_are_sorted_by_target_id():
     assert quantize(torch.tensor([[1.0, 2.0, 1.0, 1.0]]), vocab).id_FS.tolist() == [[40, 20, 30, 50]]
 
 
+def test_the_last_bit_of_a_probability_may_change_drawn_children():
+    """So under `rejection` a seed promises no tokens: products of another batch round differently. Here a weight rounds
+    to 11 instead of 10, which puts it in front of 400 weights of 10, and a draw among these hits a neighbour."""
+    half, rows = torch.tensor(10.5 / MAX_WEIGHT).log(), 2000
+    tokens = []
+    for limit in (-torch.inf, torch.inf):
+        log_q_V = torch.cat(
+            [torch.zeros(1), torch.full((400,), 10 / MAX_WEIGHT).log(), half.nextafter(torch.tensor(limit))[None]]
+        )
+        support = quantize(log_q_V.tile(rows, 1), vocabulary(402))
+        tokens.append(np.take_along_axis(support.id_FS, draw(support, 1).column_FK, axis=1))
+    assert 0.02 < (tokens[0] != tokens[1]).mean() < 0.2
+
+
 def test_masked_and_nan_rows_have_no_support():
     inf, nan = torch.inf, torch.nan
     support = quantize(
