@@ -269,7 +269,7 @@ SAMPLING_FLAGS: dict[str, Any] = {
         "--repetition-penalty",
         help="Values above 1 make tokens that occurred less likely [the model's own, else 1].",
     ),
-    "seed": _sampling(int, "--seed", help="The same seed gives the same text."),
+    "seed": _sampling(int, "--seed", help="The same seed gives the same text, near-ties apart."),
 }
 
 # `latency` and `throughput` share these; `secateur.bench` holds ranges and defaults.

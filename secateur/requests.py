@@ -40,8 +40,8 @@ MAX_TOKENS = 2**31 - 1
 RESUMPTION_HEADERS = {
     "Last-Event-ID": "The `id:` of the last event of a stream that broke off. With the same body, byte for byte, the "
     "stream goes on behind that event.",
-    "Idempotency-Key": "Requests with the same key and body get the same answer, as with a `seed`. It has no effect "
-    "beside a `seed`, or if the service has one.",
+    "Idempotency-Key": "Requests with the same key and body have the same seed. It has no effect beside a `seed`, or "
+    "if the service has one.",
 }
 """Headers of completions and chats, and what they do."""
 
@@ -202,7 +202,8 @@ class SamplingRequest(Body):
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Sample from tokens with at least this share of the most probable token's probability; 0 is off."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    """The same seed gives the same answer. None takes the service's seed, or a random one."""
+    """The same seed gives the same answer, up to near-ties of rounding, except under `rejection`. None takes the
+    service's seed, or a random one."""
     max_tokens: Annotated[NumTokens, Field(ge=1)] | None = None
     """The most tokens to generate. None means 16 for completions, and the model's default or the rest of the context
     for chats."""

@@ -166,7 +166,7 @@ class ResponsesRequest(Body):
     top_logprobs: NumLogprobs | None = None
     """Most likely tokens to report per token, with `message.output_text.logprobs` in `include`."""
     seed: int | None = None
-    """The same seed gives the same answer. An extension of OpenAI's fields."""
+    """The same seed gives the same answer, up to near-ties of rounding. An extension of OpenAI's fields."""
     include: list[str] = []
     """What to return as well; `message.output_text.logprobs` is known."""
     text: TextOptions | None = None
