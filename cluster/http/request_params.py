@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cluster.http.errors import BadRequest
-from secateur.requests import SamplingRequest, listed
+from secateur.requests import ChatCompletionRequest, SamplingRequest, listed
 from secateur.speculative import Speculative
 from workers.comm.ipc import Speculation, Submit
 from workers.config import EngineConfig
@@ -192,15 +192,16 @@ def _distinct(ids: list[int] | None) -> list[int] | None:
 
 
 def _max_tokens(request: SamplingRequest, prompt: list[int], limits: RequestLimits) -> int:
+    param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
     if not prompt:
-        raise BadRequest("the prompt has no tokens", param="prompt")
+        raise BadRequest("the prompt has no tokens", param=param)
     if max(prompt) >= limits.vocab_size:
-        raise BadRequest(f"token id {max(prompt)} is not in the vocabulary of {limits.vocab_size}", param="prompt")
+        raise BadRequest(f"token id {max(prompt)} is not in the vocabulary of {limits.vocab_size}", param=param)
     room, context = limits.max_model_len - len(prompt), limits.max_model_len
     if room < 1:
         raise BadRequest(
             f"this model's maximum context length is {context} tokens and the prompt has {len(prompt)}; shorten it",
-            param="prompt",
+            param=param,
             code="context_length_exceeded",
         )
     requested = request.max_completion_tokens or request.max_tokens

@@ -143,12 +143,15 @@ class Tokenizer:
         template = self._tokenizer.chat_template
         return settings | {"tokenizer_class": type(self._tokenizer).__name__, "chat_template": template or None}
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize a text. Raises PromptError for invalid Unicode (JSON can spell half a surrogate pair)."""
+    def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
+        """Tokenize a text. Raises PromptError for invalid Unicode (JSON can spell half a surrogate pair).
+
+        param: the request's field that has the text.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise PromptError(f"the text is not valid Unicode: {error.reason}", param="prompt") from error
+            raise PromptError(f"the text is not valid Unicode: {error.reason}", param=param) from error
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -268,7 +271,7 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
     ) -> list[int]:
         """Render and tokenize a conversation; `options` are those of `render`. Raises PromptError."""
-        return self.encode(self.render(messages, **options), add_special_tokens=add_special_tokens)
+        return self.encode(self.render(messages, **options), add_special_tokens=add_special_tokens, param="messages")
 
     def _check_roles(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Raise PromptError for a role that is neither OpenAI's nor quoted in the template.

@@ -142,7 +142,7 @@ class _Jobs:
         text = self._tokenizer.render(**chat)
         limit.check(len(text), param="messages")
         self._alarm(self._limits.tokenize_s)
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, param="messages")
 
     def bad_words(self, words: list[str]) -> list[list[int]]:
         self._alarm(self._limits.tokenize_s)

@@ -154,6 +154,29 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     assert not jobs
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "given"),
+    [
+        ("/v1/completions", "prompt", '"{}"'),
+        (CHAT, "messages", '[{{"role": "user", "content": "{}"}}]'),
+        ("/v1/responses", "input", '"{}"'),
+        ("/v1/responses", "input", '[{{"role": "user", "content": "{}"}}]'),
+    ],
+)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(r"\ud800", "not valid Unicode"), ("a b c d " * 999, "maximum context length is 2048 tokens and")],
+)
+def test_what_is_wrong_with_a_text_names_the_field_that_has_it(
+    http: httpx2.Client, path: str, field: str, given: str, text: str, words: str
+) -> None:
+    response = http.post(
+        path, content=f'{{"{field}": {given.format(text)}}}', headers={"Content-Type": "application/json"}
+    )
+    error = error_of(response)
+    assert (response.status_code, error["param"]) == (400, field) and words in error["message"]
+
+
 def test_a_text_that_just_fits_is_tokenized(http: httpx2.Client, jobs: list[str]) -> None:
     assert http.post("/tokenize", json={"prompt": "a" * MOST}).json()["count"] > 2048
     response = http.post("/v1/completions", json={"prompt": "a" * MOST})
