@@ -10,6 +10,9 @@ from pydantic import Field
 from secateur.bodies import Body, Structure
 
 MAX_TOOLS = 128  # OpenAI's
+_DATA = {"const", "enum", "default", "examples"}
+_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
+"""Keywords of JSON schemas whose values are no schemas, and those that have schemas by names."""
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
@@ -86,15 +89,20 @@ def _moved(function: ToolFunction) -> Any:
     """Return the schema of the arguments with references for its place below `$defs`."""
     place = f"#/$defs/{_escaped(function.name)}"
 
-    def moved(value: Any) -> Any:
+    def moved(value: Any, *, has_names: bool = False) -> Any:
+        """Return a schema, a list of schemas, or, with `has_names`, schemas by names, which are no keywords."""
         if isinstance(value, list):
             return [moved(item) for item in value]
         if not isinstance(value, dict):
             return value
-        return {
-            key: place + item[1:] if key == "$ref" and isinstance(item, str) and item.startswith("#") else moved(item)
-            for key, item in value.items()
+        if has_names:
+            return {name: moved(item) for name, item in value.items()}
+        schema = value | {
+            key: moved(item, has_names=key in _BY_NAME) for key, item in value.items() if key not in _DATA
         }
+        if isinstance(reference := value.get("$ref"), str) and reference.startswith("#"):
+            schema["$ref"] = place + reference[1:]
+        return schema
 
     return moved(function.schema_of_arguments)
 
