@@ -590,6 +590,13 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
         return last.text if self.echo and last.role == "assistant" else ""
 
     @property
+    def begun_text(self) -> str:
+        """Return the beginning of the answer that the prompt ends with. A structured output begins behind it."""
+        last = self.messages[-1]
+        is_begun = self.continue_final_message and last.role == "assistant" and self.structure is None
+        return last.text if is_begun else ""
+
+    @property
     def num_logprobs(self) -> int | None:
         """Return the number of logprobs per token, or None."""
         return self.top_logprobs if self.logprobs else None

@@ -322,12 +322,16 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
 
 
 def messages_of(items: Iterable[InputItem]) -> list[dict[str, Any]]:
-    """Return items as the messages of a chat. Calls join the assistant's message before them."""
+    """Return items as the messages of a chat. An answer with calls is one message, whatever their order."""
     messages: list[dict[str, Any]] = []
     for item in items:
         match item.type:
             case "message":
-                messages.append({"role": item.role, "content": _text(item.content)})
+                text, last = _text(item.content), messages[-1] if messages else {}
+                if item.role == "assistant" and "tool_calls" in last:
+                    last["content"] = "\n".join(part for part in (last["content"], text) if part)
+                else:
+                    messages.append({"role": item.role, "content": text})
             case "function_call":
                 call = {"id": item.call_id, "type": "function"}
                 call["function"] = {"name": item.name, "arguments": item.arguments}  # type: ignore[assignment]
@@ -458,7 +462,7 @@ class ResponseObject(Response):
 
     def message(self) -> dict[str, Any]:
         """Return the answer as the message of a chat, without a call that was cut."""
-        text = "".join(part.text for item in self.output if isinstance(item, OutputMessage) for part in item.content)
+        text = "\n".join(part.text for item in self.output if isinstance(item, OutputMessage) for part in item.content)
         calls = [
             {
                 "id": item.call_id,

@@ -241,7 +241,7 @@ class ChatFormat(ResponseFormat):
         self._ends_with_calls = body.calls != "named"  # as at OpenAI, a call that was demanded by name just stops
         self._readers: dict[int, AnswerReader] = {}  # by choice, of a stream
         self._has_reasoning = body.include_reasoning
-        self._echo = body.echoed_text
+        self._echo = body.echoed_text if new_reader is None or not body.begun_text else ""  # the reader repeats it
 
     def response(self, generations: Sequence[Generation]) -> ChatCompletionResponse:
         """Build the whole response; all choices have the same prompt."""

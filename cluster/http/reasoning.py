@@ -12,10 +12,11 @@ _OPENING, _CLOSING = "<think>", "</think>"
 
 
 class Thought(NamedTuple):
-    """Holds the reasoning and the answer that some text added."""
+    """Holds the reasoning, from character `start` of all text on, and the answer that some text added."""
 
     reasoning: str = ""
     answer: str = ""
+    start: int = 0
 
 
 def teaches_reasoning(template: str) -> bool:
@@ -37,14 +38,16 @@ class ReasoningReader:
 
     def __init__(self, *, begins_inside: bool) -> None:
         self._state = "inside" if begins_inside else "start"  # or "behind" the reasoning, or in the "answer"
+        self._num_read = 0  # characters
         self._rest = ""  # read, but not understood yet
         self._space = ""  # behind reasoning: dropped if it ends
         self._has_reasoning = False
 
     def feed(self, text: str) -> Thought:
         """Read more of the answer."""
+        self._num_read += len(text)
         self._rest += text
-        reasoning = ""
+        reasoning, start = "", 0
         if self._state == "start":
             stripped = self._rest.lstrip()
             if stripped.startswith(_OPENING):
@@ -54,7 +57,7 @@ class ReasoningReader:
         if self._state == "inside":
             before, found, behind = self._rest.partition(_CLOSING)
             kept = len(before) if found else len(before) - _overlap(before)
-            reasoning = self._reasoning(before[:kept])
+            reasoning, start = self._reasoning(before[:kept], len(self._rest) - kept)
             self._rest = before[kept:]
             if found:
                 self._state, self._rest = "behind", behind
@@ -63,37 +66,41 @@ class ReasoningReader:
         answer = ""
         if self._state == "answer":
             answer, self._rest = self._rest, ""
-        return Thought(reasoning, answer)
+        return Thought(reasoning, answer, start)
 
     def finish(self) -> Thought:
         """Return what is left at the end of the answer."""
         rest, self._rest = self._rest, ""
         if self._state == "inside":
-            return Thought(self._reasoning(rest))
+            reasoning, start = self._reasoning(rest, 0)
+            return Thought(reasoning, start=start)
         return Thought(answer=rest if self._state == "start" else "")
 
-    def _reasoning(self, text: str) -> str:
-        """Return reasoning without the space around it."""
+    def _reasoning(self, text: str, num_behind: int) -> tuple[str, int]:
+        """Return reasoning without the space around it, and where it begins. num_behind: characters read behind it."""
         text = self._space + text if self._has_reasoning else text.lstrip()
         kept = text.rstrip()
         self._space = text[len(kept) :]
         self._has_reasoning = self._has_reasoning or bool(kept)
-        return kept
+        return kept, self._num_read - num_behind - len(text)
 
 
 class ReasoningCounter:
     """Counts the tokens of one answer's reasoning, without those of the marks around it.
 
-    begins_inside: the prompt ends with the opening mark. Like `ReasoningReader`, it looks for the marks in the text,
-    since a mark may be several tokens.
+    begins_inside: the prompt ends with the opening mark. begun: text of the prompt with which the answer begins.
+    Like `ReasoningReader`, it looks for the marks in the text, since a mark may be several tokens.
     """
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, *, begins_inside: bool) -> None:
+    def __init__(self, detokenizer: IncrementalDetokenizer, *, begins_inside: bool, begun: str = "") -> None:
         self.count = 0
         self._detokenizer = detokenizer
         self._state = "inside" if begins_inside else "start"  # or in the "answer"
         self._text = ""  # at the start, or inside the reasoning
         self._starts: list[int] = []  # where the text of each token of the reasoning begins
+        if begun:
+            self._read(begun)
+            self._starts, self.count = [], 0
 
     def feed(self, ids: Sequence[int]) -> int:
         """Read more of the answer's tokens; return the number so far."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -15,15 +15,15 @@ from typing import Any, Literal, Self
 from pydantic import ValidationError
 
 from cluster.http import middleware
-from cluster.http.answer_reader import AnswerPart, AnswerReader
+from cluster.http.answer_reader import AnswerReader
 from cluster.http.errors import BadRequest, HttpError, not_found
 from cluster.http.openai_format import chat_logprobs, total_usage
-from cluster.http.output_processor import Generation, TextDelta
+from cluster.http.output_processor import Generation, ScoredToken, TextDelta
 from cluster.http.streaming import prepend
 from cluster.http.tokenizer import Tokenizer
-from cluster.http.tool_calls import CallPart, is_whole
+from cluster.http.tool_calls import CallPart, TextPart, is_whole
 from secateur.requests import ChatCompletionRequest
-from secateur.responses import TokenLogprob, new_id
+from secateur.responses import new_id
 from secateur.responses_api import (
     NAMES,
     InputItem,
@@ -220,9 +220,11 @@ class ResponseBuilder:
             store=body.store,
             metadata=body.metadata or {},
         )
-        self._tokenizer, self._has_logprobs = tokenizer, body.has_logprobs
+        self._tokenizer = tokenizer
         self._as_ids, self._has_reasoning = chat.return_tokens_as_token_ids, chat.include_reasoning
-        self._reader = None if new_reader is None else new_reader()
+        self._reader = AnswerReader() if new_reader is None else new_reader()
+        self._num_chars = 0  # of all text
+        self._scored: deque[ScoredToken] = deque()  # tokens of which it is not known yet whether they are a message's
         self._number = 0
         self._open: OutputItem | None = None
 
@@ -233,15 +235,19 @@ class ResponseBuilder:
     def feed(self, delta: TextDelta) -> list[dict[str, Any]]:
         """Add one delta."""
         events: list[dict[str, Any]] = []
-        read = AnswerPart(content=delta.text)
-        if self._reader is not None:
-            read = self._reader.feed(delta.text, is_last=delta.finish_reason is not None)
-        if read.reasoning and self._has_reasoning:
-            events += self._add_reasoning(read.reasoning)
-        if read.content:
-            events += self._add_text(read.content, delta)
-        for part in read.calls:
-            events += self._add_call(part)
+        self._scored += delta.scored
+        self._num_chars += len(delta.text)
+        is_last = delta.finish_reason is not None
+        for part in self._reader.feed(delta.text, is_last=is_last):
+            if isinstance(part, CallPart):
+                events += self._add_call(part)
+            elif not part.is_reasoning:
+                events += self._add_text(part, self._take_scored(part))
+            elif self._has_reasoning:
+                events += self._add_reasoning(part.text)
+        if is_last and isinstance(self._open, OutputMessage):
+            if without_text := [token for token in self._scored if token.offset >= self._num_chars]:
+                events += self._add_text(TextPart("", self._num_chars), without_text)
         return events
 
     def end(self, generation: Generation) -> list[dict[str, Any]]:
@@ -283,13 +289,26 @@ class ResponseBuilder:
         place = {"item_id": self._open.id, "output_index": self._index, "content_index": 0}
         return [*events, self._told("response.reasoning_text.delta", **place, delta=text)]
 
-    def _add_text(self, text: str, delta: TextDelta) -> list[dict[str, Any]]:
-        events = [] if isinstance(self._open, OutputMessage) else [*self._close("completed"), *self._open_message()]
+    def _take_scored(self, part: TextPart) -> list[ScoredToken]:
+        """Return the tokens that have some of a part's text; those before them are dropped."""
+        taken = []
+        while self._scored and self._scored[0].offset < part.end:
+            token = self._scored.popleft()
+            end = self._scored[0].offset if self._scored else part.end
+            if token.offset >= part.start or end > part.start:
+                taken.append(token)
+        return taken
+
+    def _add_text(self, added: TextPart, scored: Sequence[ScoredToken]) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        text = added.text
+        if not isinstance(self._open, OutputMessage):
+            events = [*self._close("completed"), *self._open_message()]
+        elif added.is_behind_call:  # of a call that was dropped
+            text = "\n" + text
         assert isinstance(self._open, OutputMessage)
         part = self._open.content[0]
-        scores: list[TokenLogprob] = []
-        if self._has_logprobs:
-            scores = chat_logprobs(self._tokenizer, delta.scored, as_ids=self._as_ids).content or []
+        scores = chat_logprobs(self._tokenizer, scored, as_ids=self._as_ids).content or []
         part.text += text
         part.logprobs += scores
         place = {"item_id": self._open.id, "output_index": self._index, "content_index": 0}

@@ -2,7 +2,7 @@
 
     reader = ToolCallReader("hermes")
     for text in texts:
-        parts = reader.feed(text)     # content that belongs to no call, and parts of calls
+        parts = reader.feed(text)     # content that belongs to no call, and parts of calls, in the order of the text
     parts = reader.finish()
 
 Names and arguments are sent as soon as they are known; arguments are sent as the model writes them. Text that turns out
@@ -21,11 +21,11 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from cluster.http.errors import BadRequest, PromptError
+from cluster.http.errors import PromptError
 from secateur.requests import ChatCompletionRequest, TokenizeRequest
 
 ToolCallFormat = Literal["hermes", "llama3_json", "mistral"]
@@ -35,7 +35,17 @@ TAUGHT_FORMAT: ToolCallFormat = "hermes"
 _OPENINGS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}
 _CLOSING = "</tool_call>"  # of hermes
 _PYTHON_TAG = "<|python_tag|>"  # Llama 3 may write it before a call
-_MAX_HEAD_CHARS = 72  # of Mistral's newer form: a name, [ARGS] and the opening brace
+_MISTRAL_HEAD = re.compile(
+    r"\s{0,9}([\w.-]{1,64})\s{0,9}(?:\[CALL_ID\]\s{0,9}[\w-]{1,64}\s{0,9})?(?:\[ARGS\]\s{0,9})?(?=\{)"
+)
+_MISTRAL_END = "x[CALL_ID]x[ARGS]{"
+"""Ends of it complete any text with which a head may begin."""
+_TAUGHT: list[tuple[ToolCallFormat, re.Pattern[str]]] = [
+    ("mistral", re.compile(r"\[TOOL_CALLS\]")),
+    ("hermes", re.compile(r'<tool_call>(?:(?!</tool_call>).)*?"name\\?"\s*:', re.DOTALL)),
+    ("llama3_json", re.compile(r'\{\\?"name\\?":[^,{}]*, ?\\?"parameters\\?":')),
+]
+"""What templates that teach a format have. A quote may be escaped, where it stands in a string."""
 _NAMES, _ARGUMENTS = ("name", "function"), ("arguments", "parameters")
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -60,33 +70,48 @@ class CallPart(NamedTuple):
     name: str | None = None
 
 
-def joined(parts: Iterable[CallPart]) -> tuple[CallPart, ...]:
-    """Return one part per call: of several of one call, some clients read only the first."""
-    found: dict[int, CallPart] = {}
-    for part in parts:
-        before = found.get(part.number)
-        found[part.number] = part if before is None else before._replace(arguments=before.arguments + part.arguments)
-    return tuple(found.values())
+class TextPart(NamedTuple):
+    """A piece of text that belongs to no call, as it is in the answer from character `start` on.
+
+    is_behind_call: content came before it, and then a call; the two are told as separate lines, or messages.
+    """
+
+    text: str
+    start: int
+    is_reasoning: bool = False
+    is_behind_call: bool = False
+
+    @property
+    def end(self) -> int:
+        """Return where it ends in the answer."""
+        return self.start + len(self.text)
 
 
-class ReadText(NamedTuple):
-    """Holds the content and the parts of calls that some text added."""
+class AnswerParts(tuple[TextPart | CallPart, ...]):
+    """What some text added to an answer, in the order of the text."""
 
-    content: str = ""
-    calls: tuple[CallPart, ...] = ()
+    __slots__ = ()
+
+    @property
+    def reasoning(self) -> str:
+        """Return the reasoning."""
+        return "".join(part.text for part in self if isinstance(part, TextPart) and part.is_reasoning)
+
+    @property
+    def content(self) -> str:
+        """Return the content."""
+        texts = [part for part in self if isinstance(part, TextPart) and not part.is_reasoning]
+        return "".join("\n" * part.is_behind_call + part.text for part in texts)
+
+    @property
+    def calls(self) -> tuple[CallPart, ...]:
+        """Return the parts of calls."""
+        return tuple(part for part in self if isinstance(part, CallPart))
 
 
 def format_of_template(template: str) -> ToolCallFormat | None:
     """Return the format that a chat template teaches; None if it is another one. Without tools it teaches none."""
-    if "<function=" in template and "<parameter=" in template:
-        return None  # Qwen3-Coder's
-    if _OPENINGS["mistral"] in template:
-        return "mistral"
-    if _OPENINGS["hermes"] in template:
-        return "hermes"
-    if _PYTHON_TAG in template or '"parameters": ' in template:
-        return "llama3_json"
-    return None
+    return next((format for format, pattern in _TAUGHT if pattern.search(template)), None)
 
 
 def shows_special_tokens(format: ToolCallFormat | None) -> bool:
@@ -147,21 +172,21 @@ class JsonCall:
         self._num_taken = 0
 
     def feed(self, text: str) -> str:
-        """Read up to the name, the end of the object or the first mistake; return the rest.
+        """Read up to the name, the end of the object or the first mistake; return the rest, a mistake included.
 
         It stops behind the name, so that a call is announced there, however the text is split, even if it breaks later.
         """
         was_named = self.name is not None
         while text and not (self.is_complete or self.is_broken or (self.name is not None and not was_named)):
             if self._value is None:
-                char, text = text[0], text[1:]
-                self.raw += char
-                self._read_between(char)
+                self._read_between(text[0])
+                if not self.is_broken:
+                    self.raw, text = self.raw + text[0], text[1:]
                 continue
             used = self._value.feed(text)
             self._text += text[:used]
             self.raw, text = self.raw + text[:used], text[used:]
-            if self._reads_arguments and not self._text.startswith('"'):  # a string is decoded when it is complete
+            if self._reads_arguments and self._text[0] not in '"n':  # a string and null are read when they are complete
                 self._arguments = self._text
             if self._value.is_complete:
                 self._end_value()
@@ -183,6 +208,7 @@ class JsonCall:
                 self._expects = "value"
             case ("key" | ",", "}"):
                 self.is_complete, self.is_broken = self.name is not None, self.name is None
+                self._arguments = self._arguments or "{}"  # clients parse it
             case ("key", '"') | ("value", _):
                 self._value, self._text = JsonValue(), char
                 self._value.feed(char)
@@ -201,7 +227,9 @@ class JsonCall:
         elif self._reads_arguments:
             self._has_arguments = True
             if text.startswith('"'):
-                self._arguments = _decoded(text) or ""
+                self._arguments = (_decoded(text) or "").strip()
+            elif text != "null":
+                self._arguments = text
         self._key, self._expects = None, ","
 
     @property
@@ -221,10 +249,11 @@ class ToolCallReader:
         self.num_calls = 0
         self._most, self._format = most, format
         self._state: Callable[[str], str | None] = self._read_text
+        self._num_read = 0  # characters
         self._rest = ""  # read, but not understood yet
         self._space = ""  # behind content: dropped if a call follows
-        self._content = ""
-        self._parts: list[CallPart] = []
+        self._parts: list[TextPart | CallPart] = []
+        self._head = ""  # the marks before the current call, which are content if it is none
         self._call = JsonCall()
         self._value: JsonValue | None = None
         self._is_announced = False  # the current call's name was sent
@@ -239,25 +268,34 @@ class ToolCallReader:
             case "llama3_json":
                 self._state = self._read_start
 
-    def feed(self, text: str) -> ReadText:
+    @property
+    def is_inside_call(self) -> bool:
+        """Return whether a call has been told, but not to its end."""
+        return self._is_announced and self._state in (self._read_call, self._read_arguments)
+
+    def feed(self, text: str) -> AnswerParts:
         """Read more of the answer."""
+        self._num_read += len(text)
         self._rest += text
         while (rest := self._state(self._rest)) is not None:
             self._rest = rest
         return self._take()
 
-    def finish(self) -> ReadText:
+    def finish(self) -> AnswerParts:
         """Return what is left at the end of the answer."""
-        if self._state == self._read_call and not self._is_announced:
-            self._add_broken_call()
-        elif self._state in (self._read_text, self._read_start, self._read_name):
+        if self._state in (self._read_text, self._read_start):
             self._add_content(self._rest)
-        self._content += self._space
+        elif self._state == self._read_closing:
+            _, is_closed, behind = self._rest.rpartition(_CLOSING)
+            self._add_content(behind if is_closed else "")
+        elif not self._is_announced:
+            self._add_content(self._head + self._call.raw + self._rest)
+        if self._space:
+            self._parts.append(TextPart(self._space, self._num_read - len(self._space)))
         return self._take()
 
-    def _take(self) -> ReadText:
-        taken = ReadText(self._content, tuple(self._parts))
-        self._content, self._parts = "", []
+    def _take(self) -> AnswerParts:
+        taken, self._parts = AnswerParts(self._parts), []
         return taken
 
     # ---- states: each returns what it has not read, or None if it needs more text
@@ -271,63 +309,65 @@ class ToolCallReader:
             return None
         before, found, behind = text.partition(opening)
         if found:
-            self._add_content(before)
-            self._state = self._read_call if self._format == "hermes" else self._read_mistral
-            self._begin_call()
+            self._add_content(before, rest=found + behind)
+            self._state = self._read_marks
+            self._begin_call(found)
             return behind
         held = _longest_overlap(text, opening)
-        self._add_content(text[: len(text) - held])
         self._rest = text[len(text) - held :]
+        self._add_content(text[: len(text) - held], rest=self._rest)
         return None
 
     def _read_start(self, text: str) -> str | None:
         """Read the beginning of a Llama answer: it is a call if it begins with an object."""
-        stripped = text.lstrip()
-        if not stripped or (stripped != _PYTHON_TAG and _PYTHON_TAG.startswith(stripped)):
+        if (behind := _without_marks(text, _PYTHON_TAG)) is None:
             return None
-        stripped = stripped.removeprefix(_PYTHON_TAG).lstrip()
-        if not stripped:
-            return None
-        if stripped[0] == "{":
-            self._state = self._read_call
-            self._begin_call()
-            return stripped
-        self._state = self._read_text
-        return text
+        if behind[0] != "{":
+            self._state = self._read_text
+            return text
+        self._state = self._read_call
+        self._begin_call(text.removesuffix(behind))
+        return behind
 
-    def _read_mistral(self, text: str) -> str | None:
-        """Read what follows Mistral's mark: a list of calls, or a function's name and its arguments."""
-        stripped = text.lstrip()
-        if not stripped:
+    def _read_marks(self, text: str) -> str | None:
+        """Read what follows the mark of a call. If the mark is repeated, it counts once."""
+        if (behind := _without_marks(text, _OPENINGS[self._format])) is None:
             return None
-        self._state = self._read_list if stripped[0] in "[{" else self._read_name
-        return stripped
+        self._head += text.removesuffix(behind)
+        if self._format == "hermes":
+            self._state = self._read_call
+        else:  # a list of calls, or a function's name and its arguments
+            self._state = self._read_list if behind[0] in "[{" else self._read_name
+        return behind
 
     def _read_name(self, text: str) -> str | None:
-        """Read Mistral's newer form: name{...} or name[ARGS]{...}."""
-        blank = text.find("\n\n")
-        most = blank + 2 if 0 <= blank < _MAX_HEAD_CHARS else _MAX_HEAD_CHARS
-        found = re.match(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)", text[:most])
-        if found:
+        """Read Mistral's newer form: name{...}, name[ARGS]{...} or name[CALL_ID]id[ARGS]{...}."""
+        if found := _MISTRAL_HEAD.match(text):
             self._announce(found[1])
             self._state = self._read_arguments
             return text[found.end() :]
-        if len(text) < most:
+        if any(_MISTRAL_HEAD.match(text + _MISTRAL_END[start:]) for start in range(len(_MISTRAL_END))):
             return None
         self._state = self._read_text
+        self._add_content(self._head, rest=text)
         return text
 
     def _read_list(self, text: str) -> str | None:
         """Read what lies before, between and behind the objects of a list."""
-        stripped = text.lstrip(" \t\r\n[,;]")
+        stripped = text.lstrip(" \t\r\n,;" if self._is_announced else " \t\r\n[")
+        if not self._is_announced:
+            self._head += text.removesuffix(stripped)
         if not stripped:
             self._rest = ""
             return None
         if stripped[0] == "{":
             self._state = self._read_call
-            self._begin_call()
-        else:
-            self._state = self._read_text
+            self._begin_call("" if self._is_announced else self._head)
+            return stripped
+        self._state = self._read_text
+        if self._is_announced:
+            return stripped.removeprefix("]")
+        self._add_content(self._head, rest=stripped)
         return stripped
 
     def _read_call(self, text: str) -> str | None:
@@ -335,7 +375,7 @@ class ToolCallReader:
             return None
         rest = self._call.feed(text)
         if self._call.is_broken and not self._is_announced:
-            self._add_broken_call()
+            self._add_content(self._head + self._call.raw, rest=rest)
             self._state = self._read_text
             return rest
         if self._call.name is not None:
@@ -347,15 +387,10 @@ class ToolCallReader:
         return rest
 
     def _read_closing(self, text: str) -> str | None:
-        """Read the end of a Hermes call."""
-        stripped = text.lstrip()
-        if stripped.startswith(_CLOSING):
+        """Read the end of a Hermes call; its mark may be missing, or be repeated."""
+        if (behind := _without_marks(text, _CLOSING)) is not None:
             self._state = self._read_text
-            return stripped[len(_CLOSING) :]
-        if _CLOSING.startswith(stripped):
-            return None
-        self._state = self._read_text  # the mark is missing
-        return stripped
+        return behind
 
     def _read_arguments(self, text: str) -> str | None:
         """Read the arguments of a call whose name is known."""
@@ -371,8 +406,8 @@ class ToolCallReader:
 
     # ---- what was read
 
-    def _begin_call(self) -> None:
-        self._call, self._is_announced = JsonCall(), False
+    def _begin_call(self, head: str) -> None:
+        self._call, self._is_announced, self._head = JsonCall(), False, head
 
     def _announce(self, name: str) -> None:
         self._is_announced = self._is_behind_call = True
@@ -385,24 +420,31 @@ class ToolCallReader:
         if arguments and self._is_wanted:
             self._parts.append(CallPart(self.num_calls - 1, arguments))
 
-    def _add_broken_call(self) -> None:
-        """Add what looked like a call as content."""
-        self._add_content((_OPENINGS["hermes"] if self._format == "hermes" else "") + self._call.raw)
-
-    def _add_content(self, text: str) -> None:
-        """Add content, without the space around calls."""
+    def _add_content(self, text: str, *, rest: str = "") -> None:
+        """Add content, without the space around calls. rest: what was read of the text behind it."""
+        if self._format in ("list", "arguments"):
+            return  # a grammar lets the model write nothing but calls
         text = self._space + text
         if self._is_behind_call:
             text = text.lstrip()
         kept = text.rstrip()
         self._space = text[len(kept) :]
         if kept:
-            self._content += "\n" + kept if self._is_behind_call and self._has_content else kept
+            is_behind_call = self._is_behind_call and self._has_content
+            start = self._num_read - len(rest) - len(text)
+            self._parts.append(TextPart(kept, start, is_behind_call=is_behind_call))
             self._is_behind_call, self._has_content = False, True
 
     @property
     def _is_wanted(self) -> bool:
         return self._most is None or self.num_calls <= self._most
+
+
+def _without_marks(text: str, mark: str) -> str | None:
+    """Return a text without the marks, and the space around them, before it; None = more text may be one of them."""
+    while (text := text.lstrip()).startswith(mark):
+        text = text[len(mark) :]
+    return None if mark.startswith(text) else text
 
 
 def _longest_overlap(text: str, mark: str) -> int:
@@ -437,24 +479,17 @@ def is_whole(arguments: str) -> bool:
 def reader_of_calls(body: ChatCompletionRequest, written: ToolCallFormat | None) -> Callable[[], ToolCallReader] | None:
     """Return what makes the reader of each of a chat's answers; None if they have no calls.
 
-    written: how the model writes calls of its own choice. Raises BadRequest if that is allowed and unknown.
+    written: how the model writes calls of its own choice; None = that is unknown, and they are text.
     """
     most = None if body.parallel_tool_calls else 1
     match body.calls:
-        case "none":
-            return None
         case "named":
             return partial(ToolCallReader, "arguments", name=body.called_function or "")
         case "required":
             return partial(ToolCallReader, "list", most=most)
-        case "auto":
-            if written is None:
-                raise BadRequest(
-                    "this model's chat template teaches it tool calls in a format that is unknown here; write "
-                    'tool_choice="required" or "none", or start the service with --tool-call-parser',
-                    param="tools",
-                )
+        case "auto" if written is not None:
             return partial(ToolCallReader, written, most=most)
+    return None
 
 
 def tools_of(body: ChatCompletionRequest | TokenizeRequest) -> list[dict[str, Any]] | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import httpx2
 import pytest
+import tokenizers
+from safetensors.torch import load_file, save_file
 
 import secateur
 from cluster.http.tokenizer import Tokenizer
@@ -15,6 +19,7 @@ from cluster.local_service import local_service
 from secateur import Client
 from secateur.config import EngineArgs
 from secateur.responses import CompletionResponse
+from tests.support.checkpoints import write_model
 
 pytestmark = pytest.mark.slow
 
@@ -138,3 +143,60 @@ def test_requests_at_the_limits_are_answered(
     assert answer.usage.completion_tokens == 12
     for word in tokenizer.bad_words(asked.get("bad_words", ())):  # " returns" is a token of its own, not forbidden
         assert len(word) == 1 and word[0] not in answer.choices[0].token_ids
+
+
+RECITED = 'I \n call:<tool_call>{"name": "f", "arguments": {"a": 10}}</tool_call> Done.'
+
+
+def reciting_model(folder: Path, tokenizer: Tokenizer, text: str) -> Path:
+    """Write a model that answers every chat with this text: each of its tokens is the one that follows another.
+
+    As its own drafter it is always right, so the text comes in steps as long as the request allows.
+    """
+    pieces = [text[start : start + 3] for start in range(0, len(text), 3)]  # tokens that all differ
+    assert len(set(pieces)) == len(pieces)
+    spelling = tokenizers.Tokenizer.from_file(f"{tokenizer.path}/tokenizer.json")
+    spelling.add_tokens([tokenizers.AddedToken(piece, normalized=False) for piece in pieces])
+    answer = [spelling.token_to_id(piece) for piece in pieces]
+    sizes = {"vocab_size": spelling.get_vocab_size(), "hidden_size": 256, "num_hidden_layers": 1}
+    write_model(folder, "llama", **sizes, max_position_embeddings=2048, eos_token_id=0)
+    spelling.save(str(folder / "tokenizer.json"))
+    weights = load_file(folder / "model.safetensors")
+    embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"].zero_()
+    for name in weights:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name].zero_()  # only the last token counts
+    weights["model.norm.weight"].fill_(1)
+    embedding[[id for id in range(len(embedding)) if id not in answer]] = embedding[0].clone()  # it begins behind them
+    for before, after in zip([0, *answer], [*answer, 0], strict=True):
+        head[after] = embedding[before]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        copyfile(f"{tokenizer.path}/{name}", folder / name)
+    return folder
+
+
+def test_items_of_a_response_are_the_same_in_whichever_steps_they_came(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    model = str(reciting_model(tmp_path / "model", tokenizer, RECITED))
+    drafter = {"method": "draft_model", "model": model, "num_speculative_tokens": 12}
+    args = {"port": 0, "device": "cpu", "model": model, "max_num_seqs": 4, "speculative_config": drafter}
+    lengths = set()
+    with local_service(EngineArgs.load(args)) as url, httpx2.Client(base_url=url, timeout=60) as http:
+        for nodes in (None, 1, 2, 3, 5, 8, 12):
+            how = OFF if nodes is None else DRAFTED | {"num_speculative_tokens": nodes}
+            for stop in ([], ["10}}</tool_call> Done.X"]):
+                body = {"input": "go", "tools": [{"type": "function", "name": "f"}], "temperature": 0, "stop": stop}
+                body |= {"speculative": how, "include": ["message.output_text.logprobs"]}
+                whole = http.post("/v1/responses", json=body)
+                assert whole.status_code == 200, whole.text
+                lines = http.post("/v1/responses", json={**body, "stream": True}).text.splitlines()
+                told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+                assert told[-1]["type"] == "response.completed", told[-1]
+                for response in (whole.json(), told[-1]["response"]):
+                    first, call, last = response["output"]
+                    assert (call["name"], call["arguments"]) == ("f", '{"a": 10}')
+                    for message, text in ((first, "I \n call:"), (last, "Done.")):
+                        [part] = message["content"]
+                        assert part["text"] == "".join(score["token"] for score in part["logprobs"]).strip() == text
+                lengths.add(len(told))
+    assert len(lengths) > 2, "the steps differ"

@@ -12,17 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.http.answer_reader import AnswerReaders
 from cluster.http.detokenizer import IncrementalDetokenizer
 from cluster.http.reasoning import ReasoningCounter, ReasoningReader
 from cluster.http.tokenizer import Tokenizer
+from secateur.requests import ChatCompletionRequest
 from tests.cluster.http.test_responses_api import events, writing
-from tests.cluster.http.test_tool_calls import CALLED, CHAT, TOOLS, copied_tokenizer
+from tests.cluster.http.test_tool_calls import CALLED, CHAT, HERMES, TOOLS, copied_tokenizer
 from tests.support.fake_service import fake_service, stream
 
 HI = {"role": "user", "content": "a"}
 TEMPLATE = (
-    "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ tools }}{{ reasoning_effort }}<tool_call>{% if inside %}"
-    "<think>\n{% endif %}"
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ tools }}{{ reasoning_effort }}"
+    f"{{% if false %}}{HERMES}{{% endif %}}{{% if inside %}}<think>\n{{% endif %}}"
 )
 
 
@@ -136,6 +138,80 @@ def test_chats_and_responses_tell_reasoning_apart(tmp_path: Path, inside: bool) 
         assert again.status_code == 200, again.text
         prompt = tokenizer.decode(own.engine.submitted[-1].prompt)
         assert "I order." in prompt and "Hm, tea." not in prompt
+
+
+CALL = '<tool_call>{"name": "order", "arguments": {"what": "tea"}}</tool_call>'
+CONTINUED = pytest.mark.parametrize(
+    ("begun", "text", "told", "echoed"),
+    [
+        ("<think>I was thinking", " hard.</think>Tea.", (" hard.", "Tea.", []), ("I was thinking hard.", "Tea.", [])),
+        ("<think>I was ", "so</think>\nTea.", ("so", "Tea.", []), ("I was so", "Tea.", [])),
+        ("<think>", "Hm.</think>Tea.", ("Hm.", "Tea.", []), ("Hm.", "Tea.", [])),
+        ("<think>Hm.</thi", "nk>Tea.", ("", "Tea.", []), ("Hm.", "Tea.", [])),
+        ("<think>Hm.</think>So", " <think>", ("", " <think>", []), ("Hm.", "So <think>", [])),
+        ("So ", "<think>so", ("", "<think>so", []), ("", "So <think>so", [])),
+        ("<tool_c", "all?", ("", "all?", []), ("", "<tool_call?", [])),
+        (CALL[:40], CALL[40:] + "Ok.", ("", "Ok.", [CALL]), ("", "Ok.", [CALL])),
+        (CALL[:14], CALL[14:], ("", "", [CALL]), ("", "", [CALL])),
+        ("Ok." + CALL, CALL, ("", "", [CALL]), ("", "Ok.", [CALL, CALL])),
+    ],
+)
+
+
+@CONTINUED
+@given(data=st.data())
+def test_an_answer_that_continues_a_message_is_read_from_the_messages_beginning(
+    tokenizer: Tokenizer, begun: str, text: str, told: Any, echoed: Any, data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(text)))))
+    for echo, wanted in ((False, told), (True, echoed)):
+        said = {"role": "assistant", "content": begun}
+        body = ChatCompletionRequest(messages=[HI, said], tools=TOOLS, continue_final_message=True, echo=echo)
+        new_reader = AnswerReaders(tokenizer, "think").of(body, tokenizer.encode("a" + begun))
+        assert new_reader is not None
+        reader, calls = new_reader(), dict[int, str]()
+        parts = [reader.feed(text[a:b], is_last=b == len(text)) for a, b in pairwise([0, *cuts, len(text)])]
+        for call in (call for part in parts for call in part.calls):
+            calls[call.number] = calls.get(call.number, "") + call.arguments
+        assert reader.num_calls == len(calls)
+        assert "".join(part.reasoning for part in parts) == wanted[0]
+        assert "".join(part.content for part in parts) == wanted[1]
+        assert [calls[number] for number in range(len(calls))] == ['{"what": "tea"}'] * len(wanted[2])
+
+
+def test_a_continued_thought_reaches_clients_as_reasoning(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(str(copied_tokenizer(tmp_path, TEMPLATE)))
+    text = " hard.</think>Tea."
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    num_tokens = num_inside([detokenizer.feed([id]) for id in tokenizer.encode(text)], True)
+    messages = [HI, {"role": "assistant", "content": "<think>I was thinking" + " so" * 40}]
+    body = {"messages": messages, "continue_final_message": True}
+    with fake_service(tokenizer, tmp_path, writing(tokenizer, text)) as own, own.http() as http:
+        whole = http.post(CHAT, json=body).raise_for_status().json()
+        message = whole["choices"][0]["message"]
+        assert tokenizer.decode(own.engine.submitted[-1].prompt).endswith(" so so")
+        assert (message["reasoning_content"], message["content"]) == (" hard.", "Tea.")
+        assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == num_tokens > 0
+        assert of_stream(http, **body) == (" hard.", "Tea.", [])
+        whole_thought = "I was thinking" + " so" * 40 + " hard."
+        assert of_stream(http, **body, echo=True) == (whole_thought, "Tea.", [])
+        # the template opens the thought, and the message goes on with it
+        variables = {"chat_template_kwargs": {"inside": True}}
+        assert of_stream(http, messages=[HI], **variables)[:2] == ("hard.", "Tea.")
+
+
+def test_a_structured_output_leaves_no_room_for_reasoning(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(str(copied_tokenizer(tmp_path, TEMPLATE)))
+    variables = {"chat_template_kwargs": {"inside": True}}
+    demanded = {"tools": TOOLS, "tool_choice": "required"}
+    text = '[{"name": "stop", "parameters": {}}]'
+    with fake_service(tokenizer, tmp_path, writing(tokenizer, text)) as own, own.http() as http:
+        body = {"messages": [HI], "structured_outputs": {"json": {"type": "array"}}, **variables}
+        whole = http.post(CHAT, json=body).raise_for_status().json()
+        message = whole["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == (None, text)
+        assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+        assert of_stream(http, messages=[HI], **demanded, **variables) == ("", "", ["stop"])
 
 
 def test_the_effort_reaches_a_template_that_knows_it(tmp_path: Path, script: Any, tokenizer: Tokenizer) -> None:

@@ -5,20 +5,29 @@ from __future__ import annotations
 import gc
 import json
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cluster.http import responses_api
+from cluster.http.answer_reader import AnswerReaders
+from cluster.http.openai_format import ChatFormat
+from cluster.http.output_processor import Generation
+from cluster.http.responses_api import ResponseBuilder, chat_of
 from cluster.http.tokenizer import Tokenizer
+from secateur.responses_api import LOGPROBS, ResponsesRequest
 from tests.cluster.http.test_structured_outputs import matches
 from tests.cluster.http.test_tool_calls import CALLED
+from tests.support.fake_engine import score
 from tests.support.fake_service import ANSWER, FakeService, error_of, fake_service
-from workers.comm.ipc import Submit
+from workers.comm.ipc import Submit, TokenChunk
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "order", "parameters": {"type": "object", "properties": {"what": {}}}}
@@ -148,6 +157,147 @@ def test_a_demanded_call_is_a_structured_output(
         assert matches(service.engine.submitted[-1].sampling.constraints.grammar, right, tokenizer.path)
 
 
+CALL_OF_TEA = '<tool_call>{"name": "order", "arguments": {"what": "🌳"}}</tool_call>'
+"""A call that is not alone in its answer."""
+Item = tuple[str, str, list[str]]
+"""The type of an item, its text or the arguments of its call, and the tokens that have log probabilities."""
+
+
+def in_steps(
+    tokenizer: Tokenizer, ids: list[int], cuts: Iterable[int], *, stop: tuple[str, ...] = (), **asked: Any
+) -> tuple[list[Item], dict[str, Any]]:
+    """Return the items of a response, and the message of a chat, whose tokens came in these steps.
+
+    Both are checked to be the same whole and in a stream. Behind a last token 0 the answer has ended.
+    """
+    body = ResponsesRequest(input="a", include=[LOGPROBS], **{"tools": [TOOL], **asked})
+    chat = chat_of(body, [])
+    new_reader = AnswerReaders(tokenizer, "think").of(chat, [5])
+    builder = ResponseBuilder(body, chat, "m", tokenizer, new_reader, "r")
+    format = ChatFormat(chat, "m", tokenizer, new_reader)
+    submit = Submit(id=1, prompt=[5], max_tokens=999, stop_token_ids=[0])
+    generation = Generation(submit=submit, tokenizer=tokenizer, request_id="r", arrival=0.0, stop=stop)
+    events, chunks = builder.begin(), []
+    steps = list(pairwise([0, *cuts, len(ids)]))
+    for start, end in steps:
+        has_ended, tokens = (start, end) == steps[-1], ids[start:end]
+        is_stopped = has_ended and ids[-1] == 0 and stop != ("never",)
+        delta = generation.process(
+            TokenChunk(
+                id=1,
+                tokens=tokens,
+                finish_reason=("stop" if is_stopped else "length") if has_ended else None,
+                stop_token=0 if is_stopped else None,
+                logprobs=[score(token, 0) for token in tokens],
+            )
+        )
+        events += builder.feed(delta)
+        chunks.append(format.chunk(0, generation, delta))
+        if delta.finish_reason is not None:
+            break
+    events += builder.end(generation)
+    items = builder.response.model_dump()["output"]
+    told: dict[int, Any] = {}
+    for event in events:
+        if "output_index" in event:
+            text, tokens = told.setdefault(event["output_index"], ("", []))
+            added = event.get("delta", "") if event["type"].endswith(".delta") else ""
+            scores = event.get("logprobs", []) if event["type"].endswith(".delta") else []
+            told[event["output_index"]] = (text + added, tokens + [each["token"] for each in scores])
+    named: list[Item] = []
+    for place, item in enumerate(items):
+        [part] = item.get("content") or [{"text": item.get("arguments")}]
+        named.append((item["type"], part["text"], [each["token"] for each in part.get("logprobs", [])]))
+        assert told[place] == named[-1][1:]
+    return named, message_of(format, generation, chunks)
+
+
+def message_of(format: ChatFormat, generation: Generation, chunks: list[Any]) -> dict[str, Any]:
+    """Return a chat's message, whole, and check that its stream tells the same."""
+    choice = format.response([generation]).model_dump()["choices"][0]
+    message: dict[str, Any] = {"content": "", "reasoning": "", "calls": {}, "scored": []}
+    for chunk in (chunk for chunk in chunks if chunk is not None):
+        [part] = chunk.model_dump()["choices"]
+        message["content"] += part["delta"].get("content") or ""
+        message["reasoning"] += part["delta"].get("reasoning") or ""
+        message["scored"] += [each["token"] for each in (part.get("logprobs") or {}).get("content", ())]
+        for call in part["delta"].get("tool_calls") or ():
+            name, arguments = message["calls"].get(call["index"], (call["function"].get("name"), ""))
+            message["calls"][call["index"]] = (name, arguments + call["function"]["arguments"])
+    whole = choice["message"]
+    assert (whole["content"] or "", whole["reasoning"] or "") == (message["content"], message["reasoning"])
+    assert [each["token"] for each in choice["logprobs"]["content"]] == message["scored"]
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in whole.get("tool_calls") or ()]
+    assert calls == list(message["calls"].values()) or choice["finish_reason"] == "length"
+    return message
+
+
+ANSWERS: list[tuple[str, dict[str, Any]]] = [
+    (f"{CALL_OF_TEA} Done.", {}),
+    (f"{CALL_OF_TEA} Done.", {"stop": ("}}</tool_call> Done.X", "🌳Y")}),
+    (f"<think>\nHm, \n tea.\n</think>\n\nI order. \n {CALL_OF_TEA}\n {CALL_OF_TEA}\nDone. \n<tool_call>?", {}),
+    (f"A {CALL_OF_TEA} \n B \n{CALL_OF_TEA} \n C \n", {"parallel_tool_calls": False}),
+    (f"<tool_call>\n{CALL_OF_TEA}</tool_call>\n<tool_call>{{}}</tool_call> \n", {}),
+    ("def f(x):\n\n    return '🌳' \n\n", {}),
+    ("def f(x):\n\n    return '🌳' \n\n", {"tools": []}),
+    (
+        '[{"name": "order", "parameters": {"what": "🌳"}}, {"name": "order", "parameters": {}}]',
+        {"tool_choice": "required"},
+    ),
+    ('{"what": "🌳"}', {"tool_choice": {"type": "function", "name": "order"}}),
+    ("<think>so", {"include_reasoning": False}),
+]
+
+
+@pytest.mark.parametrize(("text", "asked"), ANSWERS)
+@given(data=st.data())
+def test_an_answer_depends_on_its_tokens_and_not_on_the_steps_in_which_they_came(
+    tokenizer: Tokenizer, text: str, asked: dict[str, Any], data: st.DataObject
+) -> None:
+    ending = data.draw(st.sampled_from(["stop", "length", "special tokens"]))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids += {"stop": [0], "length": [], "special tokens": [0, 0]}[ending]
+    asked = asked | ({"stop": ("never",)} if ending == "special tokens" else {})
+    cuts = data.draw(st.sets(st.integers(1, len(ids) - 1)).map(sorted))
+    assert in_steps(tokenizer, ids, cuts, **asked) == in_steps(tokenizer, ids, [], **asked)
+
+
+@pytest.mark.parametrize(("text", "asked"), ANSWERS)
+def test_an_answer_is_the_same_in_any_two_steps_wherever_it_is_cut(
+    tokenizer: Tokenizer, text: str, asked: dict[str, Any]
+) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for num in (len(ids), len(ids) * 2 // 3):
+        wanted = in_steps(tokenizer, ids[:num], [], **asked)
+        for cut in range(1, num):
+            assert in_steps(tokenizer, ids[:num], [cut], **asked) == wanted
+
+
+def test_items_have_the_order_of_the_text_and_the_log_probabilities_of_their_own_tokens(tokenizer: Tokenizer) -> None:
+    text = f"<think>Hm.</think>I \n\n order. \n{CALL_OF_TEA} Done.\n{CALL_OF_TEA}"
+    ids = [*tokenizer.encode(text, add_special_tokens=False), 0]
+    items, message = in_steps(tokenizer, ids, [])
+    assert [(kind, text) for kind, text, _ in items] == [
+        ("reasoning", "Hm."),
+        ("message", "I \n\n order."),
+        ("function_call", '{"what": "🌳"}'),
+        ("message", "Done."),
+        ("function_call", '{"what": "🌳"}'),
+    ]
+    for kind, text, tokens in items:
+        assert "".join(tokens).strip() == (text if kind == "message" else "")
+    assert message["content"] == "I \n\n order.\nDone." and len(message["calls"]) == 2
+
+
+def test_an_answer_whose_items_a_client_sends_back_is_one_message(
+    http: httpx2.Client, service: FakeService, tokenizer: Tokenizer
+) -> None:
+    said = {"type": "message", "role": "assistant", "content": "Done."}
+    create(http, input=[USER, {**said, "content": "I order."}, CALL, said, RESULT])
+    text = rendered(tokenizer, service)
+    assert text.count("<|im_start|>assistant\n") == 2 and "\nI order.\nDone.\n<tool_call>" in text
+
+
 DEMANDED = '[{"name": "order", "parameters": {"what": "a pot of tea"}}]'
 
 
@@ -162,6 +312,7 @@ def test_a_call_that_is_cut_is_incomplete_and_not_told_as_done(tokenizer: Tokeni
             assert (told[-1]["type"], final["status"]) == ("response.incomplete", "incomplete")
             assert final["incomplete_details"] == {"reason": "max_output_tokens"}
             [item] = final["output"]
+            assert item["type"] == "function_call" or item["content"][0]["text"] == "", "a demanded call is no text"
             done = [event for event in told if event["type"] == "response.function_call_arguments.done"]
             is_whole = item.get("arguments") == '{"what": "a pot of tea"}'
             assert item["status"] == ("completed" if is_whole else "incomplete")

@@ -19,20 +19,23 @@ from cluster.http.tool_calls import ToolCallReader, format_of_template, taught
 from tests.cluster.http.conftest import MODEL
 from tests.cluster.http.test_structured_outputs import matches
 from tests.support.fake_service import FakeService, error_of, fake_service, stream
+from workers.comm.ipc import Submit
 
 CHAT = "/v1/chat/completions"
 HI = {"role": "user", "content": "a"}
 ORDER = {
     "type": "object",
-    "properties": {"what": {"$ref": "#/$defs/thing"}, "more": {"$ref": "#"}},
+    "properties": {"what": {"$ref": "#/$defs/thing"}, "more": {"$ref": "#"}, "const": {"$ref": "#/$defs/data"}},
     "required": ["what"],
     "additionalProperties": False,
-    "$defs": {"thing": {"enum": ["tea", 5]}},
+    "$defs": {"thing": {"enum": ["tea", 5]}, "data": {"enum": [{"$ref": "#/a"}, {"const": "#"}]}},
 }
 TOOLS = [
     {"type": "function", "function": {"name": "order", "description": "Orders a thing.", "parameters": ORDER}},
     {"type": "function", "function": {"name": "stop"}},
 ]
+HERMES = '<tool_call>{"name": <function-name>, "arguments": <args-json-object>}</tool_call>'
+"""What a chat template says that teaches this format."""
 Calls = list[tuple[str, str]]
 
 
@@ -65,7 +68,10 @@ WRITTEN: list[tuple[str, str, str, Calls]] = [
         [("f", '{"a": "}\\"{"}'), ("g", "{}")],
     ),
     ("hermes", ' <tool_call>{"name": "f", "arguments": [1, {"a": null}]}', "", [("f", '[1, {"a": null}]')]),
-    ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "")]),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"arguments": "", "name": "f"}</tool_call>', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f"', "", [("f", "")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>\nDone.', "Done.", [("f", "{}")]),
     ("hermes", "<tool_call>f(1)</tool_call>", "<tool_call>f(1)</tool_call>", []),
     ("hermes", '<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
@@ -74,6 +80,21 @@ WRITTEN: list[tuple[str, str, str, Calls]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a"', "", [("f", '{"a"')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": 5, "x": [true]}</tool_call>', "", [("f", "5")]),
+    (
+        "hermes",
+        'So <tool_call>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>\n</tool_call>< Done.',
+        "So\n< Done.",
+        [("f", "{}")],
+    ),
+    ("hermes", "<tool_call> <tool_call>f(1)", "<tool_call> <tool_call>f(1)", []),
+    ("hermes", "<tool_call>\n<tool_", "<tool_call>\n<tool_", []),
+    (
+        "hermes",
+        '<tool_call>{"a": <tool_call>}{"b"<tool_call>{"name": "f", "arguments": {}}',
+        '<tool_call>{"a": <tool_call>}{"b"',
+        [("f", "{}")],
+    ),
+    ("hermes", '<tool_call>{"name": "f", so <tool_call>{"name": "g"}', "so", [("f", ""), ("g", "{}")]),
     # Llama
     ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
     (
@@ -85,6 +106,8 @@ WRITTEN: list[tuple[str, str, str, Calls]] = [
     ("llama3_json", '{"answer": 5}\n', '{"answer": 5}\n', []),
     ("llama3_json", 'Say {"name": "f", "parameters": {}}', 'Say {"name": "f", "parameters": {}}', []),
     ("llama3_json", "<|pyth", "<|pyth", []),
+    ("llama3_json", '<|python_tag|> <|python_tag|>{"name": "f"}', "", [("f", "{}")]),
+    ("llama3_json", '<|python_tag|>{"answer": 5}', '<|python_tag|>{"answer": 5}', []),
     ("llama3_json", "", "", []),
     # Mistral
     (
@@ -96,7 +119,14 @@ WRITTEN: list[tuple[str, str, str, Calls]] = [
     ("mistral", 'So:[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{}', "So:", [("f", '{"a": 1}'), ("g", "{}")]),
     ("mistral", "Hello [TOOL", "Hello [TOOL", []),
     ("mistral", f"[TOOL_CALLS]{'f' * 64}[ARGS]{{}}", "", [("f" * 64, "{}")]),
-    ("mistral", f"[TOOL_CALLS]{'f' * 90}", "f" * 90, []),
+    ("mistral", f"[TOOL_CALLS]{'f' * 90}", f"[TOOL_CALLS]{'f' * 90}", []),
+    ("mistral", '[TOOL_CALLS][TOOL_CALLS][{"name": "f", "arguments": {}}] Done.', "Done.", [("f", "{}")]),
+    ("mistral", "[TOOL_CALLS] [TOOL_CALLS]f{}", "", [("f", "{}")]),
+    ("mistral", "[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{}", "", [("f", "{}")]),
+    ("mistral", "[TOOL_CALLS]f of [TOOL_CALLS]g{}", "[TOOL_CALLS]f of", [("g", "{}")]),
+    ("mistral", "[TOOL_CALLS] [5] [", "[TOOL_CALLS] [5] [", []),
+    ("mistral", "[TOOL_CALLS] [ ", "[TOOL_CALLS] [ ", []),
+    ("mistral", "[TOOL_CALLS]f[AR", "[TOOL_CALLS]f[AR", []),
     # demanded calls
     (
         "list",
@@ -104,6 +134,7 @@ WRITTEN: list[tuple[str, str, str, Calls]] = [
         "",
         [("f", '{"a": [1, 2]}'), ("g", "{}")],
     ),
+    ("list", '[{"name": "f', "", []),
 ]
 
 
@@ -151,15 +182,42 @@ def test_mistrals_call_ids_have_the_length_that_its_templates_demand() -> None:
 @pytest.mark.parametrize(
     ("template", "format"),
     [
-        ("{{ tools }}<tool_call>", "hermes"),
+        (HERMES, "hermes"),
+        # Qwen 2.5 and 3
+        (
+            r"within <tool_call></tool_call> XML tags:\n<tool_call>\n{\"name\": <function-name>, \"arguments\": "
+            r"<args-json-object>}\n</tool_call>",
+            "hermes",
+        ),
+        # Hermes 2 Pro
+        (
+            """{{- "<tool_call>\\n" }}{{- '{"arguments": <args>, "name": <name>}\\n' }}{{- '</tool_call>' }}""",
+            "hermes",
+        ),
         ("{{ tools }}[TOOL_CALLS]", "mistral"),
-        ("{{ tools }}<|python_tag|>", "llama3_json"),
-        ('{{ tools }}{"name": function name, "parameters": dictionary}', "llama3_json"),
-        ("{{ tools }}<tool_call><function=f><parameter=a>", None),
+        # Llama 3.1
+        (
+            'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
+            "<|python_tag|>",
+            "llama3_json",
+        ),
+        # GLM 4.5
+        (
+            "{{ tools }}in this format:\n<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n"
+            "<arg_value>{arg-value-1}</arg_value>\n...\n</tool_call>{{ '<tool_call>' + tc[\"name\"] }}",
+            None,
+        ),
+        # Qwen3 Coder
+        ("{{ tools }}<tool_call>\n<function=example_function_name>\n<parameter=example>\n1\n", None),
+        # Functionary
+        ('{{ tools }}<function=example_function_name>{"example_name": "example_value"}</function><|python_tag|>', None),
+        # a description of the tools
+        ('{{ tools }}{"name": "f", "description": "", "parameters": {}}', None),
+        ("{{ tools }}<tool_call>", None),
         ("{{ tools }}", None),
     ],
 )
-def test_the_format_is_that_of_the_template(template: str, format: str | None) -> None:
+def test_the_format_is_that_which_the_template_teaches(template: str, format: str | None) -> None:
     assert format_of_template(template) == format
 
 
@@ -316,6 +374,7 @@ def test_an_answer_that_is_cut_has_no_half_call(
             told = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
             assert choice["finish_reason"] == "length" and told == whole_calls[: len(told)]
             assert calls or choice["message"]["content"] is not None
+            assert not asked or not choice["message"]["content"], "a demanded call is no content"
             numbers.add(len(told))
         assert 0 in numbers and len(numbers) >= len(whole_calls)
         streamed = assembled(stream(http, CHAT, **body, max_tokens=max_tokens - 4)[:-1])
@@ -332,6 +391,14 @@ def test_an_answer_that_is_cut_has_no_half_call(
             '[{"name": "order", "parameters": {"what": 6}}]',
         ),
         ({"tool_choice": "required"}, '[{"name": "stop", "parameters": {}}]', "[]"),
+        *(
+            (
+                {"tool_choice": "required"},
+                f'[{{"name": "order", "parameters": {{"what": "tea", "const": {data}}}}}]',
+                '[{"name": "order", "parameters": {"what": "tea", "const": {"$ref": "#/$defs/order/a"}}}]',
+            )
+            for data in ('{"$ref": "#/a"}', '{"const": "#"}')
+        ),
         (
             {"tool_choice": "required", "parallel_tool_calls": False},
             '[{"name": "stop", "parameters": {}}]',
@@ -394,15 +461,33 @@ def test_tools_beside_a_format_are_accepted_if_none_is_called_or_calls_are_deman
         assert matches(service.engine.submitted[-1].sampling.constraints.grammar, right, tokenizer.path)
 
 
-def test_a_template_of_an_unknown_format_refuses_calls_of_the_models_own_choice(script: Any, tmp_path: Path) -> None:
-    folder = copied_tokenizer(tmp_path, "{{ messages[0]['content'] }}{{ tools }}")
-    with fake_service(Tokenizer(str(folder)), tmp_path, script) as own, own.http() as http:
-        error = error_of(http.post(CHAT, json={"messages": [HI], "tools": TOOLS}))
-        assert "--tool-call-parser" in error["message"]
-        body = {"messages": [HI], "tools": TOOLS, "tool_choice": "required"}
-        assert http.post(CHAT, json=body).status_code == 200
+GLM = "<tool_call>order\n<arg_key>what</arg_key>\n<arg_value>tea</arg_value>\n</tool_call>"
+
+
+def test_calls_in_a_format_that_is_unknown_stay_text_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = Tokenizer(str(copied_tokenizer(tmp_path, "{{ messages[0]['content'] }}{{ tools }}" + GLM)))
+    text = [GLM]
+
+    def script(submit: Submit) -> list[list[int]]:
+        return [tokenizer.encode(text[0], add_special_tokens=False), [0]]
+
+    with fake_service(tokenizer, tmp_path, script) as own, own.http() as http:
+        [record] = [record for record in caplog.records if record.name == "cluster.http.answer_reader"]
+        assert "stay text" in record.message and "--tool-call-parser" in record.message
+        for asked in ({}, {"tool_choice": "auto"}):
+            body = {"messages": [HI], "tools": TOOLS, **asked}
+            choice = http.post(CHAT, json=body).raise_for_status().json()["choices"][0]
+            assert choice["message"]["content"] == GLM and "tool_calls" not in choice["message"]
+            streamed = assembled(stream(http, CHAT, **body)[:-1])
+            assert (streamed["content"], choice["finish_reason"], streamed["finish_reason"]) == (GLM, "stop", "stop")
+        text[0] = '[{"name": "stop", "parameters": {}}]'
+        [call] = http.post(CHAT, json={**body, "tool_choice": "required"}).json()["choices"][0]["message"]["tool_calls"]
+        assert call["function"] == {"name": "stop", "arguments": "{}"}
+        text[0] = "[TOOL_CALLS]stop{}"
         own.service.answers = AnswerReaders(own.service.tokenizer, tool_call_parser="mistral")
-        assert http.post(CHAT, json={"messages": [HI], "tools": TOOLS}).status_code == 200
+        assert http.post(CHAT, json=body).json()["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def copied_tokenizer(tmp_path: Path, template: str) -> Path:
