@@ -68,6 +68,7 @@ def build_service(
         has_tokenizer_info=args.enable_tokenizer_info_endpoint,
         forces_usage=args.enable_force_include_usage,
         names_tokens_by_id=args.return_tokens_as_token_ids,
+        closes_objects=args.disable_additional_properties,
         model_root=args.model,
     )
 

@@ -132,3 +132,5 @@ class Structure(NamedTuple):
     """The request's field that asks for it."""
     whitespace: Literal["free", "none", "usual"] = "free"
     """Between the tokens of JSON: any, none, or a space behind each comma and colon."""
+    closes_objects: bool = True
+    """Objects have no properties that the schema does not name, where it says nothing of them."""

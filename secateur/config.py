@@ -143,6 +143,8 @@ class EngineArgs(Strict):
     """Send usage in every chunk of every stream, as if all requests asked for it in stream_options."""
     return_tokens_as_token_ids: bool = False
     """The value of return_tokens_as_token_ids in requests that leave it out."""
+    disable_additional_properties: bool = True
+    """The value of disable_additional_properties in requests that leave it out."""
 
     @property
     def model_id(self) -> str:

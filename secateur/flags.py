@@ -248,6 +248,11 @@ SERVER_FLAGS: dict[str, Any] = {
         "--return-tokens-as-token-ids",
         help="Write the tokens of log probabilities as token_id:123, unless a request says otherwise.",
     ),
+    "disable_additional_properties": _serving(
+        bool,
+        "--disable-additional-properties/--no-disable-additional-properties",
+        help="Where a JSON schema says nothing of them, let objects have no properties that it does not name [on].",
+    ),
 }
 
 

@@ -159,6 +159,8 @@ class StructuredOutputs(Body):
     """The answer is any JSON object."""
     disable_any_whitespace: bool = False
     """JSON has no whitespace between its tokens."""
+    disable_additional_properties: bool | None = None
+    """As the request's field of this name, which it replaces."""
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
@@ -242,6 +244,9 @@ class SamplingRequest(Body):
     """JSON that the answer must be."""
     structured_outputs: StructuredOutputs | None = None
     """A JSON schema, regular expression, list of choices or grammar that the answer must follow."""
+    disable_additional_properties: bool = True
+    """Objects have no properties that their JSON schema does not name, where it says nothing of `additionalProperties`;
+    also in calls that `tool_choice` demands. Left out, it is as the service's `--disable-additional-properties`."""
 
     stream: bool = False
     """Send the answer in server-sent events, one per step."""
@@ -341,6 +346,12 @@ class SamplingRequest(Body):
         return self.response_format.structure if self.response_format is not None else None
 
     @property
+    def closes_objects(self) -> bool:
+        """Return whether objects have no properties that their schema does not name, where it says nothing of them."""
+        own = self.structured_outputs.disable_additional_properties if self.structured_outputs is not None else None
+        return self.disable_additional_properties if own is None else own
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """Return the stop strings as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -384,6 +395,8 @@ class SamplingRequest(Body):
         unread = ["return_tokens_as_token_ids"] if self.return_tokens_as_token_ids and self.num_logprobs is None else []
         if "truncation_side" in self.model_fields_set and self.truncate_prompt_tokens is None:
             unread.append("truncation_side")
+        if "disable_additional_properties" in self.model_fields_set and self.structure is None:
+            unread.append("disable_additional_properties")
         return sorted([*super().ignored(), *nested, *unread])
 
 

@@ -216,6 +216,8 @@ class ResponsesRequest(Body):
     """As in chats."""
     structured_outputs: dict[str, Any] | None = None
     """As in chats."""
+    disable_additional_properties: bool | None = None
+    """As in chats."""
     cache_salt: str | None = None
     """As in chats."""
     request_id: str | None = None
@@ -305,6 +307,7 @@ _AS_IN_CHATS = (
     "ignore_eos",
     "skip_special_tokens",
     "structured_outputs",
+    "disable_additional_properties",
     "cache_salt",
     "request_id",
     "priority",

@@ -102,6 +102,8 @@ class Service:
     """Send usage in every chunk of every stream."""
     names_tokens_by_id: bool = False
     """The default of `return_tokens_as_token_ids`."""
+    closes_objects: bool = True
+    """The default of `disable_additional_properties`."""
     model_root: str | None = None
     """The model as the configuration names it, which /v1/models tells; None = its path."""
     batch_dir: Path | None = None
@@ -214,6 +216,8 @@ class Service:
         is_open = body.num_logprobs is not None and "return_tokens_as_token_ids" not in body.model_fields_set
         if self.names_tokens_by_id and is_open:
             update["return_tokens_as_token_ids"] = True
+        if not self.closes_objects and "disable_additional_properties" not in body.model_fields_set:
+            update["disable_additional_properties"] = False
         return body.model_copy(update=update)
 
     async def head_of(
@@ -289,7 +293,9 @@ class Service:
         grammar = ""
         if (structure := body.structure) is not None:
             grammar = await self.tokenizer_pool.grammar(
-                structure, end_token_ids=limits.eos_token_ids, vocab_size=limits.vocab_size
+                structure._replace(closes_objects=body.closes_objects),
+                end_token_ids=limits.eos_token_ids,
+                vocab_size=limits.vocab_size,
             )
         self.admission.admit(len(prompts), body.n, priority=body.priority, wait_s=head.wait_s(body))
         resumed = head.resumed

@@ -32,7 +32,7 @@ from cluster.http.errors import PromptError
 from cluster.http.tokenizer import TextLimit, Tokenizer
 from cluster.system.child import die_with_parent
 from secateur.bodies import Structure
-from workers.sampling.grammar import GrammarError, TokenTable, grammar_text
+from workers.sampling.grammar import ONE_OF, GrammarError, TokenTable, grammar_text
 
 logger = logging.getLogger(__name__)
 
@@ -173,8 +173,19 @@ class _Jobs:
 
 
 def _compiled(asked: Structure, table: TokenTable) -> str:
-    grammar = grammar_text(asked.kind, asked.source, whitespace=asked.whitespace)
+    """Return a grammar that compiles. Raises GrammarError.
+
+    The schemas of a `oneOf` must differ as they are written: closed ones may differ only in what they leave out.
+    """
+    text = partial(grammar_text, asked.kind, asked.source, whitespace=asked.whitespace)
+    grammar = text(closes_objects=asked.closes_objects)
     table.compile(grammar)
+    if asked.kind == "json" and asked.closes_objects and '"oneOf"' in grammar:
+        try:
+            table.compile(text(closes_objects=False))
+        except GrammarError as error:
+            if str(error) == ONE_OF:
+                raise
     return grammar
 
 

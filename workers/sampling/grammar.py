@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from workers.sampling.json_schema import prepared
+
 if TYPE_CHECKING:
     from workers.config import EngineConfig
     from workers.sampling.logits_state import LogitsState
@@ -54,7 +56,8 @@ _ROW_ITEMS = 600
 _LEXER_STATES = 50_000  # of 1 to 2 kB, per grammar
 _MAX_ERROR_CHARS = 300
 _NO_TOKEN = "no token may follow"
-_ONE_OF = (
+_NO_RANGE = "minimum, maximum: numbers between these bounds cannot be followed; write bounds of at most 18 digits"
+ONE_OF = (
     "oneOf is only supported where no text can match two of its schemas, such as those of different types; "
     "write anyOf instead"
 )
@@ -64,19 +67,22 @@ class GrammarError(ValueError):
     """A grammar that cannot be compiled, or a process that cannot compile any. The message is for the client."""
 
 
-def grammar_text(kind: GrammarKind, source: Any, *, whitespace: Whitespace = "free") -> str:
+def grammar_text(
+    kind: GrammarKind, source: Any, *, whitespace: Whitespace = "free", closes_objects: bool = True
+) -> str:
     """Return a grammar in llguidance's notation, which may not compile. Raises GrammarError.
 
     source: a JSON schema (an object, also as a string), a regular expression, a list of strings, or a grammar in Lark's
-    or GBNF's notation. whitespace: between JSON's tokens.
+    or GBNF's notation. whitespace: between JSON's tokens. closes_objects: objects have no properties that the schema
+    does not name, where it says nothing of them.
     """
-    grammar = _notation(kind, source, whitespace)
+    grammar = _notation(kind, source, whitespace, closes_objects)
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise GrammarError(f"it has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are allowed")
     return grammar
 
 
-def _notation(kind: GrammarKind, source: Any, whitespace: Whitespace) -> str:
+def _notation(kind: GrammarKind, source: Any, whitespace: Whitespace, closes_objects: bool) -> str:
     llguidance = _llguidance()
     try:
         match kind:
@@ -85,6 +91,7 @@ def _notation(kind: GrammarKind, source: Any, whitespace: Whitespace) -> str:
                 if not isinstance(schema, dict):
                     raise GrammarError(f"a JSON schema is an object, not {json.dumps(schema)[:40]}")
                 _check_names_suffice(schema)
+                schema = prepared(schema, closes=closes_objects)
                 return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_WHITESPACE[whitespace])
             case _:
                 return llguidance.grammar_from(kind, source)
@@ -374,5 +381,7 @@ def _shortened(message: str) -> str:
     if text.startswith("NoExtension"):
         return _NO_TOKEN
     if "coerce_one_of" in text:
-        return _ONE_OF
+        return ONE_OF
+    if "Failed to generate regex for" in text:
+        return _NO_RANGE
     return text if len(text) <= _MAX_ERROR_CHARS else text[: _MAX_ERROR_CHARS - 3] + "..."

@@ -20,8 +20,16 @@ from workers.sampling.grammar import MAX_GRAMMAR_CHARS, TokenTable
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", 5]}}, "required": ["a"], "additionalProperties": False}
+OPEN = {key: value for key, value in SCHEMA.items() if key != "additionalProperties"}
 LONG_CHAIN = "start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(3000)) + 'r3000: "a"'
 """Overflows a stack of 8 MiB."""
+ONE_OF_OPEN = {
+    "oneOf": [
+        {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]},
+        {"type": "object", "properties": {"b": {"type": "null"}}},
+    ]
+}
+"""{"a": null} matches both, also if the second is closed."""
 HOSTILE = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(2500)}}
 
 
@@ -47,6 +55,9 @@ def matches(grammar: str, text: str, folder: str) -> bool:
         ({"structured_outputs": {"json_object": True}}, "{}", "5"),
         ({"structured_outputs": {"regex": r"a/[0-9]{2}\n"}}, "a/12\n", "a/123\n"),
         ({"structured_outputs": {"choice": ['say "x"', "🌳"]}}, 'say "x"', "say"),
+        ({"response_format": schema_format(OPEN, strict=False)}, '{"a": 5}', '{"a": 5, "z": 1}'),
+        ({"structured_outputs": {"json": OPEN, "disable_additional_properties": False}}, '{"a":5, "z":1}', '{"z":1}'),
+        ({"structured_outputs": {"json": OPEN}, "disable_additional_properties": False}, '{"a":5, "z":1}', '{"z":1}'),
         ({"structured_outputs": {"grammar": 'start: "a" b+\nb: "b" | "c"'}}, "abc", "a"),
         ({"structured_outputs": {"grammar": 'root ::= "a" [0-9]+'}}, "a12", "12"),
         ({"structured_outputs": {"choice": ["a", "b"]}, "response_format": {"type": "text"}}, "b", "ab"),
@@ -87,6 +98,12 @@ def test_without_a_structure_there_is_no_grammar(http: httpx2.Client, service: F
             "response_format",
             "Unsatisfiable schema",
         ),
+        (
+            {"response_format": schema_format({"const": 2**53 + 1})},
+            "response_format",
+            "const: 9007199254740993 has more",
+        ),
+        ({"response_format": schema_format(ONE_OF_OPEN)}, "response_format", "oneOf is only supported where"),
         ({"structured_outputs": {}}, "structured_outputs", "give exactly one of json, regex, choice, grammar"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "(got json and regex)"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs", "(got none)"),
@@ -121,9 +138,28 @@ def test_a_wrong_structure_is_a_400_that_says_why(
     assert told in error["message"] and len(error["message"]) < 600
 
 
+def test_a_service_may_leave_objects_open(own: Callable[..., FakeService], tokenizer: Tokenizer) -> None:
+    running = own(closes_objects=False)
+    tool = {"type": "function", "function": {"name": "f", "parameters": OPEN}}
+    named = {"type": "function", "function": {"name": "f"}}
+    with running.http() as http:
+        for asked, is_open in [
+            ({"response_format": schema_format(OPEN)}, True),
+            ({"response_format": schema_format(OPEN), "disable_additional_properties": True}, False),
+            ({"tools": [tool], "tool_choice": named}, True),
+            ({"tools": [tool], "tool_choice": named, "disable_additional_properties": True}, False),
+        ]:
+            assert http.post("/v1/chat/completions", json={**CHAT, **asked}).status_code == 200
+            grammar = running.engine.submitted[-1].sampling.constraints.grammar
+            assert matches(grammar, '{"a": 5, "z": 1}', tokenizer.path) == is_open
+            assert matches(grammar, '{"a": 5}', tokenizer.path)
+
+
 def test_unknown_parts_are_named_as_ignored(http: httpx2.Client) -> None:
     asked = {"structured_outputs": {"regex": "a", "backend": "xgrammar"}, "prompt": "a"}
     assert http.post("/v1/completions", json=asked).headers["x-secateur-ignored"] == "structured_outputs.backend"
+    asked = {"disable_additional_properties": False, "prompt": "a"}
+    assert http.post("/v1/completions", json=asked).headers["x-secateur-ignored"] == "disable_additional_properties"
 
 
 async def test_a_grammar_that_takes_too_long_costs_its_worker_and_nothing_else(tokenizer: Tokenizer) -> None:
