@@ -54,7 +54,7 @@ def build_service(
         tokenizer=tokenizer,
         tokenizer_pool=tokenizer_pool,
         config=config,
-        model_id=args.model_id,
+        model_ids=args.model_ids,
         replica=replica,
         api_key=args.api_key,
         api_keys=KeyFile(args.api_key_file) if args.api_key_file else None,

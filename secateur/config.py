@@ -50,6 +50,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@A-Z]+")
 _ROOT_PATH = re.compile(r"(/[^/\s?#]+)+")
 
 PositiveInt = Annotated[int, Field(ge=1)]
+ModelName = Annotated[str, Field(min_length=1)]
 SHORTEST_HANG_TIMEOUT_S = 2.0
 """Ranks show signs of life twice a second; several must be missed."""
 SHORTEST_REQUEST = 2
@@ -61,7 +62,8 @@ class EngineArgs(Strict):
 
     model: str = BUNDLED_TARGET
     """Folder, GGUF file, Hugging Face id, 'smollm2' or 'bundled:target' (also what a null stands for)."""
-    served_model_name: str | None = None
+    served_model_name: ModelName | Annotated[list[ModelName], Field(min_length=1)] | None = None
+    """The name that clients use, or several, of which answers have the first; None = the model's."""
     tokenizer: str | None = None
     """Folder or id; None = the model's own."""
     generation_config: Literal["auto", "none"] = "auto"
@@ -147,9 +149,16 @@ class EngineArgs(Strict):
     """The value of disable_additional_properties in requests that leave it out."""
 
     @property
+    def model_ids(self) -> tuple[str, ...]:
+        """Return the names that clients may use in `model`."""
+        if isinstance(self.served_model_name, list):
+            return tuple(self.served_model_name)
+        return (self.served_model_name or (BUNDLED_MODEL_ID if self.model == BUNDLED_TARGET else self.model),)
+
+    @property
     def model_id(self) -> str:
-        """Return the name that clients use in `model`."""
-        return self.served_model_name or (BUNDLED_MODEL_ID if self.model == BUNDLED_TARGET else self.model)
+        """Return the name that answers have."""
+        return self.model_ids[0]
 
     @model_validator(mode="before")
     @classmethod
@@ -173,6 +182,8 @@ class EngineArgs(Strict):
         if self.batch_dir is not None and not self.batch_dir.startswith("/"):
             told = f"{self.batch_dir!r} must be an absolute path, because the service runs in another folder"
             problems.append(Problem("batch_dir", f"{told}; write one such as '/var/lib/secateur'"))
+        if isinstance(self.served_model_name, list) and len(set(self.served_model_name)) < len(self.model_ids):
+            problems.append(Problem("served_model_name", "has a name twice; the names must differ"))
         problems += [*self._cors_problems(), *self._root_path_problems(), *self._tls_problems()]
         if self.max_num_batched_tokens < self.max_num_seqs:
             problems.append(
@@ -258,7 +269,7 @@ class EngineArgs(Strict):
 class ModelLoadingConfig(Strict):
     """The model and its name. As in ray.serve.llm, `model_id` is also the source if `model_source` is not given."""
 
-    model_id: str | None = None
+    model_id: str | list[str] | None = None
     model_source: str | None = None
     tokenizer_source: str | None = None
 
@@ -368,8 +379,9 @@ class AppArgs(Strict):
     def engine_args(self) -> EngineArgs:
         """Return the engine arguments; host and port keep their defaults, because Serve owns them."""
         loading = self.model_loading_config
+        names = [loading.model_id] if isinstance(loading.model_id, str) else loading.model_id or []
         model = {
-            "model": loading.model_source or loading.model_id,
+            "model": loading.model_source or next(iter(names), None),
             "served_model_name": loading.model_id,
             "tokenizer": loading.tokenizer_source,
         }

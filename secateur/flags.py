@@ -173,7 +173,12 @@ ENGINE_FLAGS: dict[str, Any] = {
 }
 SERVER_FLAGS: dict[str, Any] = {
     "seed": _serving(int, "--seed", help="Seed for requests that do not set one."),
-    "served_model_name": _serving(str, "--served-model-name", help="The name clients use [the model's]."),
+    "served_model_name": _serving(
+        list[str],
+        "--served-model-name",
+        metavar="NAME ...",
+        help="The name that clients use, or several, of which answers have the first [the model's].",
+    ),
     "host": _serving(str, "--host", help="Address to listen on [127.0.0.1]."),
     "port": _serving(int, "--port", help="Port to listen on; 0 takes a free one [8000]."),
     "shutdown_timeout": _serving(

@@ -478,6 +478,13 @@ class ResponseObject(Response):
         return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
 
 
+class InputTokens(Response):
+    """The answer of /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class ListedItem(Listed):
     """An item of a request's input, as OpenAI lists it."""
 

@@ -317,10 +317,16 @@ def _read_list(value: Any) -> Any:
     return value
 
 
+def _read_names(value: Any) -> Any:
+    read = _read_list(value)
+    return read[0] if isinstance(read, list) and len(read) == 1 else read
+
+
 _READERS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(COUNTS, _read_length),
     "dtype": _read_dtype,
     "kv_cache_dtype": _read_kv_cache_dtype,
     "speculative_config": _read_object,
+    "served_model_name": _read_names,
     **dict.fromkeys(("allowed_origins", "allowed_methods", "allowed_headers"), _read_list),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -44,7 +44,7 @@ def _quoted(text: str) -> str:
     return text[:MAX_QUOTED_CHARS].encode("utf-8", "backslashreplace").decode()
 
 
-def read_lines(path: Path, endpoint: str, model: str) -> Iterator[InputLine | InvalidLine]:
+def read_lines(path: Path, endpoint: str, models: Sequence[str]) -> Iterator[InputLine | InvalidLine]:
     """Yield every line that is not blank, or what is wrong with it. Holds one line at a time. Raises OSError."""
     num_requests = 0
     with path.open("rb") as file:
@@ -60,7 +60,7 @@ def read_lines(path: Path, endpoint: str, model: str) -> Iterator[InputLine | In
                 if raw is None:
                     raise BadLine("invalid_request", f"This line has more than {MAX_LINE_BYTES} bytes; send less.")
                 request = parse(raw)
-                _check(request, endpoint, model)
+                _check(request, endpoint, models)
             except BadLine as problem:
                 yield problem.at(number)
             else:
@@ -102,7 +102,7 @@ def _raw_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes | None]]:
         offset = file.tell()
 
 
-def _check(line: dict[str, Any], endpoint: str, model: str) -> None:
+def _check(line: dict[str, Any], endpoint: str, models: Sequence[str]) -> None:
     for key in _KEYS:
         if line.get(key) is None:
             raise BadLine("missing_required_parameter", f"Missing required parameter: {key!r}.", key)
@@ -125,6 +125,7 @@ def _check(line: dict[str, Any], endpoint: str, model: str) -> None:
         raise BadLine("invalid_type", "'body' must be an object, the body of a request.", "body")
     if body.get("stream"):
         raise BadLine("invalid_request", "A batch has whole answers; remove 'stream'.", "body.stream")
-    if body.get("model") not in (None, model):
-        message = f"The model {body['model']!r} does not exist; this service has {model!r}."
+    if body.get("model") not in (None, *models):
+        names = " and ".join(map(repr, models))
+        message = f"The model {body['model']!r} does not exist; this service has {names}."
         raise BadLine("model_not_found", message, "body.model")

@@ -69,7 +69,7 @@ class BatchRunner:
         database: BatchDatabase,
         folder: FileFolder,
         *,
-        model: str,
+        models: Sequence[str],
         post: Post,
         num_pending: Callable[[], int],
         is_healthy: Callable[[], bool],
@@ -77,7 +77,7 @@ class BatchRunner:
         on_recorded: Callable[[int, int], None],
     ) -> None:
         """`num_pending`: the engine's requests; `on_recorded` is told how many answers and errors were recorded."""
-        self._database, self._folder, self._model, self._post = database, folder, model, post
+        self._database, self._folder, self._models, self._post = database, folder, models, post
         self._num_pending, self._is_healthy, self._max_running = num_pending, is_healthy, max_running
         self._on_recorded = on_recorded
         self._worker = f"worker-{uuid.uuid4().hex}"
@@ -135,7 +135,7 @@ class BatchRunner:
     # Batches
 
     async def _work_on_batches(self) -> None:
-        batch = await self._database.run(batches.claim, self._worker, self._model)
+        batch = await self._database.run(batches.claim, self._worker, self._models[0])
         if batch is None:
             if time.monotonic() > self._swept + SWEEP_S:
                 self._swept = time.monotonic()
@@ -144,7 +144,7 @@ class BatchRunner:
             return
         try:
             if batch.status == "validating":
-                await validate(self._database, self._folder, batch, self._worker, self._model)
+                await validate(self._database, self._folder, batch, self._worker, self._models)
                 self._more.set()
             else:
                 await write_files(self._database, self._folder, batch, self._worker)
@@ -161,7 +161,7 @@ class BatchRunner:
             await _wait(self._more, POLL_S)
             return
         if not self._claimed:
-            claims = await self._database.run(lines.claim, self._worker, self._model, self._max_running)
+            claims = await self._database.run(lines.claim, self._worker, self._models[0], self._max_running)
             self._claimed.extend(claims)  # in its own statement: `_stop` may put another deque there meanwhile
         if not self._claimed:
             await _wait(self._more, POLL_S)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
@@ -27,8 +27,8 @@ CONFLICT = 409
 class BatchService:
     """Files and batches in a folder. Use it inside `running`."""
 
-    def __init__(self, path: Path, *, model: str) -> None:
-        self._path, self._model = path, model
+    def __init__(self, path: Path, *, models: Sequence[str]) -> None:
+        self._path, self._models = path, models
         self.folder = FileFolder(path / "files")
         self._database = BatchDatabase(path / "batches.sqlite3")
         self._runner: BatchRunner | None = None
@@ -50,7 +50,7 @@ class BatchService:
         self._runner = BatchRunner(
             self._database,
             self.folder,
-            model=self._model,
+            models=self._models,
             post=post,
             num_pending=num_pending,
             is_healthy=is_healthy,
@@ -97,7 +97,7 @@ class BatchService:
     async def create_batch(self, body: CreateBatchRequest, owner: str | None) -> BatchObject:
         """Create a batch; its lines are checked later. Raises HttpError."""
         try:
-            found = await self._database.run(batches.create, body, owner, self._model, time.time())
+            found = await self._database.run(batches.create, body, owner, self._models[0], time.time())
         except WrongPurpose as error:
             raise BadRequest(str(error), param="input_file_id") from None
         if found is None:

@@ -26,9 +26,11 @@ _NOT_ANSWERED = {
 }
 
 
-async def validate(database: BatchDatabase, folder: FileFolder, batch: BatchClaim, worker: str, model: str) -> None:
+async def validate(
+    database: BatchDatabase, folder: FileFolder, batch: BatchClaim, worker: str, models: Sequence[str]
+) -> None:
     """Check the input of a batch; start it, or end it with the list of wrong lines."""
-    found = read_lines(folder.path(batch.input_file_id), batch.endpoint, model)
+    found = read_lines(folder.path(batch.input_file_id), batch.endpoint, models)
     problems: list[InvalidLine] = []
     try:
         while len(problems) <= MAX_PROBLEMS:

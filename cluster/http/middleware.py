@@ -43,6 +43,17 @@ PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/tokenizer_info", "/server_inf
 _SANE_ID = re.compile(r"[!-~]{1,512}")
 """Printable ASCII: ids go into logs and headers, and Serve's proxies fail on some other characters."""
 
+_INSTEAD = {
+    "/v1/messages": "this service does not speak Anthropic's interface; send the conversation to /v1/chat/completions "
+    "or /v1/responses, or put a proxy that translates, such as LiteLLM, between client and service",
+    "/v1/embeddings": "this service generates text; embeddings need a service for embedding models",
+    "/v1/audio": "this service generates text from text; send a transcript to /v1/chat/completions",
+    "/v1/images": "this service generates text; images need a service for image models",
+    "/v1/conversations": "conversations are not kept; chain responses by previous_response_id",
+    "/v1/assistants": "assistants are not implemented; use /v1/responses, with previous_response_id",
+    "/v1/threads": "threads are not implemented; use /v1/responses, with previous_response_id",
+}
+"""What the 404 of a path of other services says, by its beginning."""
 EXPOSED_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER, "retry-after")
 """Response headers that scripts of other origins may read, beside those that every script may read."""
 
@@ -189,11 +200,13 @@ def install(
         )
 
 
-async def _starlette_error(_: Request, error: Exception) -> Response:
+async def _starlette_error(request: Request, error: Exception) -> Response:
     """Handle Starlette's errors: unknown route, wrong method, unreadable body."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return error_response(not_found("no such path; see /openapi.json"))
+        path = f"{_path_of(request.scope)}/"
+        instead = next((told for prefix, told in _INSTEAD.items() if path.startswith(f"{prefix}/")), None)
+        return error_response(not_found(instead or "no such path; see /openapi.json"))
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     message = str(error.detail or HTTPStatus(error.status_code).phrase)
     response = error_response(HttpError(error.status_code, ErrorResponse.of(message, type=kind)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-ADMITTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize")
+ADMITTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/tokenize")
 """Paths of requests that need the engine or the tokenizer workers."""
 REFUSES_ALL = "refuses_all"
 """Key of a request's state: it was refused as every other would be at that time."""

@@ -34,7 +34,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from cluster.http import in_process, metrics, middleware, openapi
 from cluster.http.batch_routes import After, NumEntries, Order, add_batch_routes
-from cluster.http.errors import BadRequest, unavailable
+from cluster.http.errors import BadRequest, not_found, unavailable
 from cluster.http.inspector import inspector_page
 from cluster.http.openai_format import (
     ChatFormat,
@@ -79,7 +79,7 @@ from secateur.responses import (
     ModelList,
     TokenizeResponse,
 )
-from secateur.responses_api import DeletedResponse, InputItems, ResponseObject, ResponsesRequest
+from secateur.responses_api import DeletedResponse, InputItems, InputTokens, ResponseObject, ResponsesRequest
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +157,16 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         response_format = ChatFormat(body, service.model_id, service.tokenizer, new_reader)
         return await generate(service, response_format, generations, head, request)
 
+    async def prompt_of(
+        body: ResponsesRequest, request: Request
+    ) -> tuple[ResponsesRequest, list[dict[str, Any]], ChatCompletionRequest, list[int]]:
+        """Return a request without references, the conversation before it, the chat that answers it, and its prompt."""
+        owner = service.owner(request)
+        body = service.responses.resolve(body, owner)
+        history = service.responses.history(body.previous_response_id, owner)
+        chat = service.accept(chat_of(body, history))
+        return body, history, chat, await service.tokenize_chat(chat, add_special_tokens=chat.add_special_tokens)
+
     @app.post("/v1/responses", response_model=ResponseObject, responses={200: STREAM, **WITH_BODY})
     @cancel_on_disconnect
     async def responses(body: ResponsesRequest, request: Request) -> Response:
@@ -170,17 +180,29 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
                     param=None,
                     code="not_resumable",
                 )
-            owner = service.owner(request)
-            body = service.responses.resolve(body, owner)
-            history = service.responses.history(body.previous_response_id, owner)
-            chat = service.accept(chat_of(body, history))
-            prompt = await service.tokenize_chat(chat, add_special_tokens=chat.add_special_tokens)
+            body, history, chat, prompt = await prompt_of(body, request)
             new_reader = service.answers.of(chat, prompt)
             key = request.headers.get(IDEMPOTENCY_HEADER)
             head = RequestHead(request_id=request.state.request_id, arrival=arrival, idempotency_key=key)
             [generation] = await service.prepare(chat, [prompt], head)
         builder = ResponseBuilder(body, chat, service.model_id, service.tokenizer, new_reader, service.replica)
         return await respond(service, body, builder, generation, history, head.wait_s(chat), request)
+
+    @app.post("/v1/responses/input_tokens", response_model=InputTokens, responses=WITH_BODY)
+    @cancel_on_disconnect
+    async def input_tokens(body: ResponsesRequest, request: Request) -> Response:
+        with in_words_of_responses():
+            service.check_body(body)
+            _, _, _, prompt = await prompt_of(body, request)
+        return _json(InputTokens(input_tokens=len(prompt)), _ignored_header(request, body.ignored()))
+
+    @app.post("/v1/responses/compact", include_in_schema=False)
+    async def compact() -> Response:
+        raise not_found(
+            "compaction is not implemented: no item here stands for a conversation that only this service could read; "
+            "let /v1/responses write a summary, and begin a new conversation with it",
+            code="not_implemented",
+        )
 
     @app.get("/v1/responses/{id}", response_model=ResponseObject, responses=errors(404))
     async def response(id: str, request: Request) -> Response:
@@ -206,12 +228,12 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
 
     @app.get("/v1/models", response_model=ModelList)
     async def models() -> Response:
-        return _json(ModelList(data=[service.card()]))
+        return _json(ModelList(data=[service.card(name) for name in service.model_ids]))
 
     @app.get("/v1/models/{model:path}", response_model=ModelCard, responses=errors(404))
     async def model(model: str) -> Response:
         service.check_model(model)
-        return _json(service.card())
+        return _json(service.card(model))
 
     @app.post("/tokenize", response_model=TokenizeResponse, responses=WITH_BODY)
     @cancel_on_disconnect

@@ -83,7 +83,8 @@ class Service:
     tokenizer_pool: TokenizerPool
     """Tokenizes prompts of any size in worker processes."""
     config: EngineConfig
-    model_id: str
+    model_ids: tuple[str, ...]
+    """The names of the model; answers have the first."""
     replica: str
     """The replica's id, a label of its metrics."""
     api_key: str | None = None
@@ -130,7 +131,7 @@ class Service:
         self.seeds = SeedSource(self.seed)
         self.metrics = metrics.Metrics(self.model_id, self.replica, lambda: self.engine.stats)
         if self.batch_dir is not None:
-            self.batches = BatchService(self.batch_dir, model=self.model_id)
+            self.batches = BatchService(self.batch_dir, models=self.model_ids)
         self.admission = Admission(
             self.engine,
             self.tokenizer_pool,
@@ -185,10 +186,15 @@ class Service:
         if found := body.unsupported():
             raise HttpError(400, ErrorResponse.from_unsupported(found))
 
+    @property
+    def model_id(self) -> str:
+        """The model's name in answers."""
+        return self.model_ids[0]
+
     def check_model(self, name: str | None) -> None:
         """Raise HttpError (404) for another model than the one served."""
-        if name is not None and name != self.model_id:
-            message = f"the model {name!r} does not exist; this service has {self.model_id!r}"
+        if name is not None and name not in self.model_ids:
+            message = f"the model {name!r} does not exist; this service has {' and '.join(map(repr, self.model_ids))}"
             raise not_found(message, code="model_not_found", param="model")
 
     def accept(self, body: Body, *, num_prompts: int = 1) -> Body:
@@ -341,10 +347,10 @@ class Service:
         unread = ["reasoning_effort"] if asks and "reasoning_effort" not in self.tokenizer.template_source else []
         return sorted([*body.ignored(), *unread])
 
-    def card(self) -> ModelCard:
-        """Return the model's entry in /v1/models."""
+    def card(self, name: str) -> ModelCard:
+        """Return the entry of one of the model's names in /v1/models."""
         return ModelCard(
-            id=self.model_id,
+            id=name,
             created=self.created,
             root=self.model_root or self.config.model_path,
             max_model_len=self.limits.max_model_len,

@@ -23,7 +23,7 @@ MAX_BODY = 1 << 20
 PREFIX_CHARS, PREFIX_TOKENS = 512, 128
 """Completions whose prompts begin with the same characters or tokens belong together."""
 _POST = re.compile(r"/v1/(completions|chat/completions|responses)")
-_STORED = re.compile(r"/v1/responses/([^/]+)")
+_STORED = re.compile(r"/v1/responses/(?!input_tokens)([^/]+)")
 
 
 class Sessions:

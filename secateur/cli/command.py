@@ -1,6 +1,6 @@
 """The class of all commands: options in groups, several numbers at once, and vLLM's spellings of options.
 
-- `--nodes 4 8` is `--nodes 4 --nodes 8`.
+- `--nodes 4 8` is `--nodes 4 --nodes 8`; behind the model, words are repeated like that, too.
 - `--max_model_len` is `--max-model-len`; `--model X` is X where the model is an argument.
 - `--speculative-config.num_speculative_tokens 3` sets one key of a JSON option; `key+ value` appends to a list.
 - An unknown option names the nearest known one, or what replaces an option of vLLM.
@@ -60,9 +60,10 @@ class _Rewriter:
         found: list[str] = []
         rest = deque(args)
         repeatable = ""  # the option that further numbers belong to
+        has_model = False  # so that further words belong to the option as well
         while rest:
             arg = rest.popleft()
-            if repeatable and _is_number(arg):
+            if repeatable and (_is_number(arg) or (has_model and not arg.startswith("-"))):
                 found += [repeatable, arg]
                 continue
             repeatable = ""
@@ -70,6 +71,7 @@ class _Rewriter:
                 found += [arg, *rest]
                 break
             if not arg.startswith("-") or arg == "-" or _is_number(arg):
+                has_model |= self._takes_model
                 found.append(arg)
                 continue
             name, equals, value = arg.partition("=")
@@ -77,6 +79,7 @@ class _Rewriter:
             if dot:
                 self._set_key(name, path, value if equals else self._next(rest, arg))
             elif name == "--model" and self._takes_model:
+                has_model = True
                 found.append(value if equals else self._next(rest, arg))
             elif (option := self._options.get(name)) is None:
                 self._refuse_unknown(name)

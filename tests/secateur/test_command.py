@@ -14,6 +14,7 @@ from secateur import cli, config
 from secateur.cli import app
 from secateur.cli.command import GROUPS
 from secateur.cli.serving import HARDWARE_NAMES
+from secateur.errors import ConfigError
 from secateur.plan import HARDWARE
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +53,20 @@ def test_options_may_have_underscores_and_units(served, spelt):
 def test_only_names_change_and_values_stay(served):
     args = serve(served, "--served_model_name", "my_model", "--root_path=/a_b", "--api-key", "--odd_key")
     assert (args.served_model_name, args.root_path, args.api_key) == ("my_model", "/a_b", "--odd_key")
+
+
+def test_a_model_may_have_several_names(served):
+    spelt = [
+        ["org/model", "--served-model-name", "a", "b", "--seed", "3"],
+        ["--served-model-name", "a", "org/model", "--served-model-name=b"],
+        ["org/model", "--served-model-name", '["a", "b"]'],
+    ]
+    for args in (serve(served, *each) for each in spelt):
+        assert (args.model, args.served_model_name, args.model_id) == ("org/model", ["a", "b"], "a")
+    args = serve(served, "--served-model-name", "a", "org/model")
+    assert (args.model, args.served_model_name, args.model_ids) == ("org/model", "a", ("a",))
+    with pytest.raises(ConfigError, match="served_model_name: has a name twice"):
+        config.EngineArgs.load({"served_model_name": ["a", "a"]})
 
 
 def test_a_model_may_be_named_by_an_option(served):

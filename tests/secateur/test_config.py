@@ -615,6 +615,7 @@ def test_the_default_application_arguments_are_the_bundled_model():
         {},
         {"no_speculation": True},
         {"model": "org/x", "served_model_name": "y", "seed": 3},
+        {"model": "org/x", "served_model_name": ["y", "z"]},
         {"tensor_parallel_size": 2, "speculative_config": {"model": "x", "draft_tensor_parallel_size": 2}},
         {"speculative_config": {"model": "x", "speculative_token_tree": TREE, "speculative_tree_prune_threshold": 0.1}},
         {"speculative_config": {"method": "ngram", "prompt_lookup_max": 3}},

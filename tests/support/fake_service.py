@@ -71,13 +71,11 @@ def fake_service(
         address = await client.listen(f"unix:{folder}/engine.sock")
         fake = FakeEngine(address, script, eos=config.eos_token_ids, **(engine or {}))
         await client.wait_ready(10)
-        names = {"model_id": "fake-model", "replica": "fake-replica"}
+        names = {"model_ids": ("fake-model",), "replica": "fake-replica", **settings}
         tokenizer_pool = TokenizerPool(tokenizer, num_workers=2, parent=parent)
         tokenizer_pool.begin()
         await tokenizer_pool.ready()
-        service = Service(
-            engine=client, tokenizer=tokenizer, tokenizer_pool=tokenizer_pool, config=config, **names, **settings
-        )
+        service = Service(engine=client, tokenizer=tokenizer, tokenizer_pool=tokenizer_pool, config=config, **names)
         options: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 1}
         server = uvicorn.Server(uvicorn.Config(create_app(service), http=LimitedProtocol, **options))
         server_box.append(server)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
 from cluster.http.limits import HttpLimits
-from tests.support.fake_service import FakeService, error_of
+from tests.support.fake_service import FakeService, error_of, wait_for
 from workers.config import EngineConfig
 
 
@@ -208,6 +210,43 @@ def test_another_model_is_a_404_that_names_ours(http: httpx2.Client) -> None:
     error = error_of(response)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
     assert "fake-model" in error["message"]
+
+
+def test_a_model_may_have_several_names_of_which_answers_have_the_first(
+    own: Callable[..., FakeService], tmp_path: Path
+) -> None:
+    with own(model_ids=("first", "second"), batch_dir=tmp_path).http() as http:
+        for name in ("first", "second"):
+            assert http.post("/v1/completions", json={"prompt": "a", "model": name}).json()["model"] == "first"
+            assert http.get(f"/v1/models/{name}").json()["id"] == name
+        assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["first", "second"]
+        error = error_of(http.post("/v1/completions", json={"prompt": "a", "model": "third"}))
+        assert "this service has 'first' and 'second'" in error["message"]
+        body = {"prompt": "a", "model": "second"}
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+        file = {"file": ("in.jsonl", json.dumps(line).encode())}
+        id = http.post("/v1/files", data={"purpose": "batch"}, files=file).json()["id"]
+        asked = {"input_file_id": id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = http.post("/v1/batches", json=asked).json()["id"]
+        wait_for(lambda: http.get(f"/v1/batches/{batch}").json()["status"] in ("completed", "failed"), 20)
+        assert http.get(f"/v1/batches/{batch}").json()["request_counts"]["completed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/v1/messages", "send the conversation to /v1/chat/completions"),
+        ("/v1/messages/count_tokens", "does not speak Anthropic's interface"),
+        ("/v1/embeddings", "need a service for embedding models"),
+        ("/v1/messages2", "see /openapi.json"),
+        ("/v1/responses/compact", "let /v1/responses write a summary, and begin a new conversation with it"),
+    ],
+)
+def test_a_path_of_other_services_says_what_to_do(http: httpx2.Client, path: str, told: str) -> None:
+    response = http.post(path, json={"model": "fake-model", "messages": []})
+    assert response.status_code == 404
+    error = error_of(response)
+    assert error["type"] == "not_found_error" and told in error["message"]
 
 
 def test_an_endless_body_is_a_413(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:

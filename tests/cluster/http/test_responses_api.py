@@ -76,6 +76,20 @@ def test_a_response_has_openais_fields(http: httpx2.Client, service: FakeService
     )
 
 
+def test_the_tokens_of_an_input_are_counted_as_a_response_counts_them(http: httpx2.Client) -> None:
+    body = {"input": "What is the weather?", "instructions": "Be short.", "tools": [TOOL]}
+    first = create(http, **body)
+    later = {"input": "And tomorrow?", "previous_response_id": first["id"]}
+    for asked in (body, later):
+        counted = http.post(f"{PATH}/input_tokens", json=asked).json()
+        assert counted == {
+            "object": "response.input_tokens",
+            "input_tokens": create(http, **asked)["usage"]["input_tokens"],
+        }
+    error = error_of(http.post(f"{PATH}/input_tokens", json={"input": "a", "previous_response_id": "resp-none"}))
+    assert error["param"] == "previous_response_id"
+
+
 def test_a_response_that_is_cut_is_incomplete(http: httpx2.Client) -> None:
     answer = create(http, input="Hi", max_output_tokens=4)
     assert answer["status"] == answer["output"][0]["status"] == "incomplete"

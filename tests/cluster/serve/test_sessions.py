@@ -102,6 +102,8 @@ async def test_the_proxy_names_the_session_and_forwards_the_whole_body() -> None
     large = json.dumps({"prompt": "a" * 2 * MAX_BODY}).encode()
     assert await forwarded("/v1/completions", large) == ("", large)
     assert await forwarded("/tokenize", body) == ("", body)
+    counted = b'{"input": "a", "previous_response_id": "resp-0123-ab1z"}'
+    assert await forwarded("/v1/responses/input_tokens", counted) == ("replica:ab1z", counted)
     assert await forwarded("/v1/responses/resp-0123-ab1z/input_items", b"", method="GET") == ("replica:ab1z", b"")
 
 
