@@ -21,7 +21,7 @@ from pydantic import (
 from secateur.bodies import Body, Structure, Unsupported, told, unsupported_of, wrong
 from secateur.errors import ConfigError, Problem
 from secateur.speculative import Speculative
-from secateur.tools import MAX_TOOLS, NamedTool, Tool, calls_of
+from secateur.tools import CALLED_TYPES, MAX_TOOLS, AllowedTools, Tool, ToolChoice, ToolFunction, calls_of
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat runs to the end of the context
 MAX_ANSWERS = 128  # OpenAI's limit of `n`
@@ -407,6 +407,11 @@ def listed(items: Iterable[str]) -> str:
     return ", ".join(shown)
 
 
+def left_out(tools: Iterable[Any]) -> list[str]:
+    """Return the names, in the header of ignored fields, of tools that the model is not told of."""
+    return [f"tools.{place} ({tool.type})" for place, tool in enumerate(tools) if tool.type not in CALLED_TYPES]
+
+
 def _is_token_id(key: object) -> bool:
     """Return whether a JSON key is a token id in canonical form, so that no two keys mean the same id."""
     return re.fullmatch("0|[1-9][0-9]{0,9}", str(key)) is not None
@@ -575,13 +580,16 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
     top_logprobs: NumLogprobs = 0
     """Most likely tokens to report per token, with logprobs=true."""
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    """Functions that the model may call."""
+    """Functions and custom tools that the model may call. Tools of other types are left out, and named as ignored."""
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool | None,
-        told('must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
+        Literal["none", "auto", "required"] | ToolChoice | None,
+        told(
+            'must be "none", "auto", "required", {"type": "function", "function": {"name": ...}}, the same of the type '
+            'custom, or {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}'
+        ),
     ] = None
-    """Whether the answer calls functions: never, if the model writes calls (`auto`), always (`required`), or this one.
-    None = `auto` with tools. Calls that are demanded follow their schemas exactly."""
+    """Whether the answer calls tools: never, if the model writes calls (`auto`), always (`required`), this one, or some
+    (`allowed_tools`). None = `auto` with tools. Calls that are demanded follow their schemas or grammars exactly."""
     parallel_tool_calls: bool = True
     """The answer may have several calls."""
     include_reasoning: bool = True
@@ -615,25 +623,51 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
         return self.top_logprobs if self.logprobs else None
 
     @property
-    def calls(self) -> Literal["none", "auto", "required", "named"]:
-        """Return whether the answer calls functions."""
-        if not self.tools:
-            return "none"
-        return "named" if isinstance(self.tool_choice, NamedTool) else self.tool_choice or "auto"
+    def allowed(self) -> AllowedTools | None:
+        """Return which tools the choice allows; None = all."""
+        return self.tool_choice.allowed_tools if isinstance(self.tool_choice, ToolChoice) else None
 
     @property
-    def called_function(self) -> str | None:
-        """Return the only function that the answer calls; None if the choice names none."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+    def offered(self) -> dict[str, Tool]:
+        """Return the tools that the model may call, by name."""
+        known = {function.name: tool for tool in self.tools or () if (function := tool.called) is not None}
+        names = known.keys() if self.allowed is None else {each.name for each in self.allowed.tools}
+        return {name: tool for name, tool in known.items() if name in names}
+
+    @property
+    def functions(self) -> list[ToolFunction]:
+        """Return what the model is told of the tools that it may call."""
+        return [function for tool in self.offered.values() if (function := tool.called) is not None]
+
+    @property
+    def calls(self) -> Literal["none", "auto", "required", "named"]:
+        """Return whether the answer calls tools."""
+        if not self.offered:
+            return "none"
+        if isinstance(self.tool_choice, ToolChoice):
+            return "named" if self.allowed is None else self.allowed.mode
+        return self.tool_choice or "auto"
+
+    @property
+    def called_tool(self) -> str | None:
+        """Return the only tool that the answer calls; None if the choice names none."""
+        return self.tool_choice.name if isinstance(self.tool_choice, ToolChoice) else None
+
+    @property
+    def custom_call(self) -> str | None:
+        """Return the custom tool with a grammar whose input is the whole answer; None if there is none."""
+        name = next(iter(self.offered)) if self.calls == "required" and len(self.offered) == 1 else self.called_tool
+        return name if name is not None and self.offered[name].grammar is not None else None
 
     @property
     def structure(self) -> Structure | None:
         """Return what the answer must be: the calls that the tool choice demands, or what other fields say."""
-        tools = {tool.function.name: tool.function for tool in self.tools or ()}
-        if self.called_function is not None:
-            return Structure("json", tools[self.called_function].schema_of_arguments, "tools", "usual")
+        if self.custom_call is not None and (grammar := self.offered[self.custom_call].grammar) is not None:
+            return Structure("grammar" if grammar.syntax == "lark" else "regex", grammar.definition, "tools")
+        if self.called_tool is not None and (function := self.offered[self.called_tool].called) is not None:
+            return Structure("json", function.schema_of_arguments, "tools", "usual")
         if self.calls == "required":
-            return calls_of(self.tools or (), parallel=self.parallel_tool_calls)
+            return calls_of(self.functions, parallel=self.parallel_tool_calls)
         return super().structure
 
     def unsupported(self) -> list[Unsupported]:
@@ -645,20 +679,33 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
         nested = [
             f"{name}.{field}"
             for place, tool in enumerate(self.tools or ())
+            if tool.called is not None
             for name, part in ((f"tools.{place}", tool), (f"tools.{place}.function", tool.function))
+            if part is not None
             for field in part.ignored()
         ]
-        return sorted([*super().ignored(), *nested])
+        unknown = [
+            f"tool_choice.tools.{place} ({tool.type})"
+            for place, tool in enumerate(self.allowed.tools if self.allowed is not None else ())
+            if tool.name is None
+        ]
+        return sorted([*super().ignored(), *nested, *left_out(self.tools or ()), *unknown])
 
     @model_validator(mode="after")
     def _calls_of_known_tools(self) -> Self:
-        names = [tool.function.name for tool in self.tools or ()]
+        names = [function.name for tool in self.tools or () if (function := tool.called) is not None]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise wrong("tools", f"{twice[0]!r} is there twice; function names must differ")
-        if (name := self.called_function) is not None and name not in names:
-            raise wrong("tool_choice", f"there is no function {name!r} in tools; it has {listed(names) or 'none'}")
-        if self.tool_choice == "required" and not names:
-            raise wrong("tool_choice", '"required" needs tools; give some, or leave it out')
+            raise wrong("tools", f"{twice[0]!r} is there twice; names of tools must differ")
+        allowed = self.allowed.tools if self.allowed is not None else ()
+        for name in (self.called_tool, *(tool.name for tool in allowed)):
+            if name is not None and name not in names:
+                raise wrong("tool_choice", f"there is no function {name!r} in tools; it has {listed(names) or 'none'}")
+        if "required" in (self.tool_choice, self.allowed and self.allowed.mode) and not self.offered:
+            raise wrong("tool_choice", '"required" needs tools; give a function or a custom tool, or leave it out')
+        bound = [name for name, tool in self.offered.items() if tool.grammar and tool.grammar.syntax == "lark"]
+        if self.calls == "required" and bound and len(self.offered) > 1:
+            told = f'"required" among several tools cannot bind the input of {bound[0]!r} to its Lark grammar'
+            raise wrong("tool_choice", f'{told}; write "auto", or name the tool')
         if self.structured_outputs is not None and self.calls != "none":
             raise wrong("structured_outputs", 'contradicts tools; remove one of them, or write tool_choice="none"')
         if self.calls == "auto" and super().structure is not None:

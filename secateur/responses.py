@@ -312,12 +312,20 @@ class FunctionCall(Response):
     """JSON, as the model wrote it."""
 
 
+class CustomCall(Response):
+    """A custom tool's name and its input; in a stream, the piece of the input that a chunk adds."""
+
+    name: str | None = None
+    input: str = ""
+
+
 class ToolCall(Response):
-    """A call that an answer makes."""
+    """A call that an answer makes, of a function or of a custom tool."""
 
     id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    type: Literal["function", "custom"] = "function"
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
 
 
 class ToolCallDelta(Response):
@@ -325,8 +333,9 @@ class ToolCallDelta(Response):
 
     index: int
     id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionCall
+    type: Literal["function", "custom"] | None = None
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
 
 
 class AssistantMessage(Response):

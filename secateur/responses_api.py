@@ -5,16 +5,17 @@ A request is a chat in other words: `ResponsesRequest.messages` and `ResponsesRe
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from secateur.bodies import Body, Metadata, Unsupported, told, wrong
-from secateur.requests import MAX_ITEMS, NumLogprobs, NumTokens
+from secateur.requests import MAX_ITEMS, NumLogprobs, NumTokens, left_out
 from secateur.responses import FunctionCall, Listed, ObjectList, Response, TokenLogprob, new_id
 from secateur.speculative import Speculative
-from secateur.tools import MAX_TOOLS, ToolName
+from secateur.tools import CALLED_TYPES, MAX_TOOLS, ToolName
 
 MAX_ID_CHARS = 256
 LOGPROBS = "message.output_text.logprobs"
@@ -26,6 +27,12 @@ NAMES = {
     "response_format": "text",
 }
 """Fields of chats, and what they are called here."""
+
+
+_CHOICES = (
+    'must be "none", "auto", "required", {"type": "function", "name": ...}, the same of the type custom, or '
+    '{"type": "allowed_tools", "mode": "auto", "tools": [...]}'
+)
 
 
 class InputPart(Body):
@@ -48,7 +55,15 @@ Content = Annotated[
 class InputItem(Body):
     """A message, an earlier call, its result, earlier reasoning, which is left out, or the id of a stored item."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
+    type: Literal[
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+        "item_reference",
+    ] = "message"
     """What it is."""
     id: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
     """The item's id; an `item_reference` has the id of an item of a stored response."""
@@ -62,6 +77,8 @@ class InputItem(Body):
     """The function that was called."""
     arguments: str | None = None
     """The call's arguments, as JSON."""
+    input: str | None = None
+    """The input of a custom tool's call."""
     output: Content = None
     """The call's result."""
 
@@ -71,6 +88,8 @@ class InputItem(Body):
             "message": ("role", "content"),
             "function_call": ("call_id", "name", "arguments"),
             "function_call_output": ("call_id", "output"),
+            "custom_tool_call": ("call_id", "name", "input"),
+            "custom_tool_call_output": ("call_id", "output"),
             "reasoning": (),
             "item_reference": ("id",),
         }[self.type]
@@ -80,27 +99,59 @@ class InputItem(Body):
 
 
 class ResponsesTool(Body):
-    """A function that the model may call."""
+    """A function or a custom tool that the model may call."""
 
-    type: Literal["function"]
-    """Only functions are supported."""
-    name: ToolName
+    type: str
+    """`function` or `custom`. Tools of other types are left out, and named as ignored."""
+    name: str | None = None
     """Letters, digits, underscores, dots and dashes."""
     description: str | None = None
     """What it does, for the model."""
     parameters: dict[str, Any] | None = None
     """A JSON schema of its arguments; None = it has none."""
-    strict: bool = True
+    format: dict[str, Any] | None = None
+    """Of the input of a custom tool: {"type": "text"}, or {"type": "grammar", "syntax": "lark", "definition": ...}."""
+    strict: bool | None = None
     """Has no effect, as in chats."""
+
+    @model_validator(mode="after")
+    def _has_a_name(self) -> Self:
+        if self.type in CALLED_TYPES and self.name is None:
+            raise wrong("name", "is required")
+        return self
+
+    def chat_tool(self) -> dict[str, Any]:
+        """Return the tool of a chat."""
+        if self.type not in CALLED_TYPES:
+            return {"type": self.type}
+        if self.type == "function":
+            fields = {"name", "description", "parameters"}
+            return {"type": self.type, "function": self.model_dump(include=fields, exclude_none=True)}
+        tool = self.model_dump(include={"name", "description"}, exclude_none=True)
+        if self.format is not None:
+            kind, grammar = self.format.get("type"), {k: v for k, v in self.format.items() if k != "type"}
+            tool["format"] = {"type": kind} | ({"grammar": grammar} if grammar else {})
+        return {"type": "custom", "custom": tool}
 
 
 class ResponsesToolChoice(Body):
-    """A `tool_choice` that demands one function."""
+    """A `tool_choice` that demands one tool, or allows some."""
 
-    type: Literal["function"]
-    """Only functions are supported."""
-    name: ToolName
-    """The function to call."""
+    type: str
+    """`function` or `custom`, with a name; `allowed_tools`, with mode and tools."""
+    name: str | None = None
+    """The tool to call."""
+    mode: str | None = None
+    """Whether one of the allowed tools must be called: `auto` or `required`."""
+    tools: Annotated[list[ResponsesToolChoice], Field(max_length=MAX_TOOLS)] | None = None
+    """The allowed tools."""
+
+    def chat_choice(self) -> dict[str, Any]:
+        """Return the `tool_choice` of a chat."""
+        if self.type == "allowed_tools":
+            tools = [tool.chat_choice() for tool in self.tools or ()]
+            return {"type": self.type, "allowed_tools": {"mode": self.mode, "tools": tools}}
+        return {"type": self.type, self.type: {"name": self.name}} if self.type in CALLED_TYPES else {"type": self.type}
 
 
 class TextFormat(Body):
@@ -172,11 +223,8 @@ class ResponsesRequest(Body):
     text: TextOptions | None = None
     """The answer's format."""
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = None
-    """Functions that the model may call."""
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | ResponsesToolChoice | None,
-        told('must be "none", "auto", "required" or {"type": "function", "name": ...}'),
-    ] = None
+    """Functions and custom tools that the model may call. Tools of other types are left out, and named as ignored."""
+    tool_choice: Annotated[Literal["none", "auto", "required"] | ResponsesToolChoice | None, told(_CHOICES)] = None
     """As in chats."""
     parallel_tool_calls: bool = True
     """The answer may have several calls."""
@@ -258,15 +306,9 @@ class ResponsesRequest(Body):
             "speculative": None if self.speculative is None else self.speculative.model_dump(exclude_unset=True),
         }
         if self.tools:
-            fields = {"name", "description", "parameters"}
-            body["tools"] = [
-                {"type": "function", "function": tool.model_dump(include=fields, exclude_none=True)}
-                for tool in self.tools
-            ]
-        if isinstance(self.tool_choice, ResponsesToolChoice):
-            body["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
-        else:
-            body["tool_choice"] = self.tool_choice
+            body["tools"] = [tool.chat_tool() for tool in self.tools]
+        choice = self.tool_choice
+        body["tool_choice"] = choice.chat_choice() if isinstance(choice, ResponsesToolChoice) else choice
         if self.text is not None and (format := self.text.format) is not None:
             schema = {"json_schema": {"schema": format.definition}} if format.definition is not None else {}
             body["response_format"] = {"type": format.type, **schema}
@@ -288,6 +330,7 @@ class ResponsesRequest(Body):
             unread.append("top_logprobs")
         if self.reasoning is not None:
             unread += [f"reasoning.{name}" for name in self.reasoning.ignored()]
+        unread += left_out(self.tools or ())
         return sorted([*(name for name in super().ignored() if name not in _UNSUPPORTED), *unread])
 
 
@@ -335,13 +378,14 @@ def messages_of(items: Iterable[InputItem]) -> list[dict[str, Any]]:
                     last["content"] = "\n".join(part for part in (last["content"], text) if part)
                 else:
                     messages.append({"role": item.role, "content": text})
-            case "function_call":
+            case "function_call" | "custom_tool_call":
+                arguments = item.arguments if item.type == "function_call" else json.dumps({"input": item.input})
                 call = {"id": item.call_id, "type": "function"}
-                call["function"] = {"name": item.name, "arguments": item.arguments}  # type: ignore[assignment]
+                call["function"] = {"name": item.name, "arguments": arguments}  # type: ignore[assignment]
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
                 messages[-1].setdefault("tool_calls", []).append(call)
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
             case "item_reference":
                 raise AssertionError(f"item {item.id!r} has not been looked up")
@@ -384,6 +428,22 @@ class OutputCall(Response):
     status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
 
 
+class OutputCustomCall(Response):
+    """A call of a custom tool in the answer."""
+
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    id: str
+    call_id: str
+    name: str
+    input: str = ""
+    status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
+
+    @property
+    def arguments(self) -> str:
+        """Return the input as the arguments of the function that stands for the tool."""
+        return json.dumps({"input": self.input}, ensure_ascii=False)
+
+
 class ReasoningText(Response):
     """The text of reasoning."""
 
@@ -413,7 +473,7 @@ class OutputTokensDetails(Response):
     reasoning_tokens: int = 0
 
 
-OutputItem = OutputMessage | OutputCall | OutputReasoning
+OutputItem = OutputMessage | OutputCall | OutputCustomCall | OutputReasoning
 
 
 class ResponseUsage(Response):
@@ -473,7 +533,7 @@ class ResponseObject(Response):
                 "function": FunctionCall(name=item.name, arguments=item.arguments).model_dump(),
             }
             for item in self.output
-            if isinstance(item, OutputCall) and item.status == "completed"
+            if isinstance(item, OutputCall | OutputCustomCall) and item.status == "completed"
         ]
         return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
 
@@ -488,13 +548,21 @@ class InputTokens(Response):
 class ListedItem(Listed):
     """An item of a request's input, as OpenAI lists it."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+    type: Literal[
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+    ]
     status: Literal["completed"] = "completed"
     role: str | None = None
     content: list[dict[str, str]] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | None = None
     summary: list[Any] | None = None
 
@@ -509,7 +577,10 @@ class ListedItem(Listed):
             case "function_call":
                 id, name, arguments = item.id or new_id("fc"), item.name, item.arguments
                 return cls(id=id, type=item.type, call_id=item.call_id, name=name, arguments=arguments)
-            case "function_call_output":
+            case "custom_tool_call":
+                id = item.id or new_id("ctc")
+                return cls(id=id, type=item.type, call_id=item.call_id, name=item.name, input=item.input)
+            case "function_call_output" | "custom_tool_call_output":
                 id = item.id or new_id("fco")
                 return cls(id=id, type=item.type, call_id=item.call_id, output=_text(item.output))
             case "reasoning":

@@ -14,7 +14,7 @@ from cluster.http.detokenizer import IncrementalDetokenizer
 from cluster.http.engine_metrics import by_depth
 from cluster.http.output_processor import Generation, ScoredToken, StepTree, TextDelta
 from cluster.http.tokenizer import Tokenizer
-from cluster.http.tool_calls import is_whole
+from cluster.http.tool_calls import CallPart, CustomInput, is_whole
 from secateur.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from secateur.responses import (
     AssistantMessage,
@@ -28,6 +28,7 @@ from secateur.responses import (
     CompletionChunk,
     CompletionLogprobs,
     CompletionResponse,
+    CustomCall,
     FunctionCall,
     PromptLogprob,
     PromptLogprobs,
@@ -240,6 +241,9 @@ class ChatFormat(ResponseFormat):
         self._new_reader = new_reader
         self._ends_with_calls = body.calls != "named"  # as at OpenAI, a call that was demanded by name just stops
         self._readers: dict[int, AnswerReader] = {}  # by choice, of a stream
+        self._inputs: dict[tuple[int, int], CustomInput] = {}  # by choice and call, of custom tools
+        self._customs = {name for name, tool in body.offered.items() if tool.type == "custom"}
+        self._has_bare_input = body.custom_call is not None
         self._has_reasoning = body.include_reasoning
         self._echo = body.echoed_text if new_reader is None or not body.begun_text else ""  # the reader repeats it
 
@@ -276,13 +280,16 @@ class ChatFormat(ResponseFormat):
         if self._new_reader is None:
             return AssistantMessage(content=self._echo + generation.text)
         read = self._new_reader().feed(generation.text, is_last=True)
-        calls: list[ToolCall] = []
+        ids: list[str] = []
+        functions: list[FunctionCall] = []
         for part in read.calls:
             if part.id is not None:
-                calls.append(ToolCall(id=part.id, function=FunctionCall(name=part.name)))
-            calls[part.number].function.arguments += part.arguments
-        if generation.last.finish_reason == "length" and calls and not is_whole(calls[-1].function.arguments):
-            calls.pop()
+                ids.append(part.id)
+                functions.append(FunctionCall(name=part.name))
+            functions[part.number].arguments += part.arguments
+        if generation.last.finish_reason == "length" and functions and not is_whole(functions[-1].arguments):
+            functions.pop()
+        calls = [self._call(id, function) for id, function in zip(ids, functions, strict=False)]
         reasoning = self._shown(read.reasoning)
         return AssistantMessage(
             content=self._echo + read.content or (None if calls else ""),
@@ -290,6 +297,25 @@ class ChatFormat(ResponseFormat):
             reasoning=reasoning,
             tool_calls=calls or None,
         )
+
+    def _call(self, id: str, function: FunctionCall) -> ToolCall:
+        if function.name not in self._customs:
+            return ToolCall(id=id, function=function)
+        input = CustomInput(is_bare=self._has_bare_input)
+        text = input.feed(function.arguments) + input.finish()
+        return ToolCall(id=id, type="custom", custom=CustomCall(name=function.name, input=text))
+
+    def _call_delta(self, index: int, part: CallPart) -> ToolCallDelta | None:
+        """Return what a part of a call adds to the message; None if that is nothing."""
+        if part.name in self._customs:
+            self._inputs[index, part.number] = CustomInput(is_bare=self._has_bare_input)
+        if (custom := self._inputs.get((index, part.number))) is None:
+            function = FunctionCall(name=part.name, arguments=part.arguments)
+            return ToolCallDelta(index=part.number, id=part.id, type="function" if part.id else None, function=function)
+        call = CustomCall(name=part.name, input=custom.feed(part.arguments))
+        if not (part.id or call.input):
+            return None
+        return ToolCallDelta(index=part.number, id=part.id, type="custom" if part.id else None, custom=call)
 
     def _shown(self, reasoning: str) -> str | None:
         return reasoning if reasoning and self._has_reasoning else None
@@ -300,15 +326,10 @@ class ChatFormat(ResponseFormat):
             return ChatDelta(content=delta.text)
         reader = self._readers.setdefault(index, self._new_reader())
         read = reader.feed(delta.text, is_last=delta.finish_reason is not None)
-        calls = [
-            ToolCallDelta(
-                index=part.number,
-                id=part.id,
-                type="function" if part.id is not None else None,
-                function=FunctionCall(name=part.name, arguments=part.arguments),
-            )
-            for part in read.calls
-        ]
+        calls = [call for part in read.calls if (call := self._call_delta(index, part)) is not None]
+        if delta.finish_reason == "stop":
+            rests = {number: each.finish() for (choice, number), each in self._inputs.items() if choice == index}
+            calls += [ToolCallDelta(index=i, custom=CustomCall(input=rest)) for i, rest in rests.items() if rest]
         reasoning = self._shown(read.reasoning)
         return ChatDelta(
             content=read.content or None, reasoning_content=reasoning, reasoning=reasoning, tool_calls=calls or None

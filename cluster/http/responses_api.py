@@ -21,7 +21,7 @@ from cluster.http.openai_format import chat_logprobs, total_usage
 from cluster.http.output_processor import Generation, ScoredToken, TextDelta
 from cluster.http.streaming import prepend
 from cluster.http.tokenizer import Tokenizer
-from cluster.http.tool_calls import CallPart, TextPart, is_whole
+from cluster.http.tool_calls import CallPart, CustomInput, TextPart, is_whole
 from secateur.requests import ChatCompletionRequest
 from secateur.responses import new_id
 from secateur.responses_api import (
@@ -31,6 +31,7 @@ from secateur.responses_api import (
     InputTokensDetails,
     ListedItem,
     OutputCall,
+    OutputCustomCall,
     OutputItem,
     OutputMessage,
     OutputReasoning,
@@ -225,6 +226,9 @@ class ResponseBuilder:
         self._reader = AnswerReader() if new_reader is None else new_reader()
         self._num_chars = 0  # of all text
         self._scored: deque[ScoredToken] = deque()  # tokens of which it is not known yet whether they are a message's
+        self._customs = {name for name, tool in chat.offered.items() if tool.type == "custom"}
+        self._has_bare_input = chat.custom_call is not None
+        self._input: CustomInput | None = None  # of the open call
         self._number = 0
         self._open: OutputItem | None = None
 
@@ -319,14 +323,25 @@ class ResponseBuilder:
         events = []
         if call.id is not None:
             events = self._close("completed")
-            self._open = OutputCall(id=new_id("fc"), call_id=call.id, name=call.name or "")
+            if call.name in self._customs:
+                self._input = CustomInput(is_bare=self._has_bare_input)
+                self._open = OutputCustomCall(id=new_id("ctc"), call_id=call.id, name=call.name or "")
+            else:
+                self._open = OutputCall(id=new_id("fc"), call_id=call.id, name=call.name or "")
             events += self._add_item()
-        if call.arguments:
+        if isinstance(self._open, OutputCustomCall) and self._input is not None:
+            events += self._add_input(self._open, self._input.feed(call.arguments))
+        elif call.arguments:
             assert isinstance(self._open, OutputCall)
             self._open.arguments += call.arguments
             place = {"item_id": self._open.id, "output_index": self._index}
             events.append(self._told("response.function_call_arguments.delta", **place, delta=call.arguments))
         return events
+
+    def _add_input(self, item: OutputCustomCall, added: str) -> list[dict[str, Any]]:
+        item.input += added
+        place = {"item_id": item.id, "output_index": self._index}
+        return [self._told("response.custom_tool_call_input.delta", **place, delta=added)] if added else []
 
     def _open_message(self) -> list[dict[str, Any]]:
         self._open = OutputMessage(id=new_id("msg"), content=[])
@@ -347,6 +362,8 @@ class ResponseBuilder:
         events = []
         if isinstance(item, OutputCall) and is_whole(item.arguments):
             status = "completed"
+        if isinstance(item, OutputCustomCall) and self._input is not None:
+            status = "completed" if self._input.is_whole else status
         match item:
             case OutputMessage():
                 [part] = item.content
@@ -362,6 +379,10 @@ class ResponseBuilder:
             case OutputCall() if status == "completed":
                 place = {"item_id": item.id, "output_index": self._index, "name": item.name}
                 events = [self._told("response.function_call_arguments.done", **place, arguments=item.arguments)]
+            case OutputCustomCall() if status == "completed":
+                events = self._add_input(item, self._input.finish() if self._input is not None else "")
+                place = {"item_id": item.id, "output_index": self._index}
+                events.append(self._told("response.custom_tool_call_input.done", **place, input=item.input))
             case None:
                 return []
         item.status = status
@@ -387,7 +408,7 @@ def _text_options(body: ResponsesRequest) -> dict[str, Any]:
 
 
 def _plain(choice: Any) -> Any:
-    return choice.model_dump() if hasattr(choice, "model_dump") else choice
+    return choice.model_dump(exclude_none=True) if hasattr(choice, "model_dump") else choice
 
 
 def sse(event: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ to be no call is content. Formats, and the families that use them:
     mistral     [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or name{...}  Mistral
     list        [{"name": ..., "parameters": {...}}, ...]                           `tool_choice: "required"`
     arguments   {...}                                                               `tool_choice` with a name
+    input       any text                                                            the same, of a tool with a grammar
 """
 
 from __future__ import annotations
@@ -244,7 +245,7 @@ class ToolCallReader:
     """
 
     def __init__(
-        self, format: ToolCallFormat | Literal["list", "arguments"], *, most: int | None = None, name: str = ""
+        self, format: ToolCallFormat | Literal["list", "arguments", "input"], *, most: int | None = None, name: str = ""
     ) -> None:
         self.num_calls = 0
         self._most, self._format = most, format
@@ -260,9 +261,9 @@ class ToolCallReader:
         self._is_behind_call = False  # and no content has followed
         self._has_content = False
         match format:
-            case "arguments":
+            case "arguments" | "input":
                 self._announce(name)
-                self._state = self._read_arguments
+                self._state = self._read_arguments if format == "arguments" else self._read_input
             case "list":
                 self._state = self._read_list
             case "llama3_json":
@@ -404,6 +405,12 @@ class ToolCallReader:
             self._value, self._state = None, self._read_text
         return text[used:]
 
+    def _read_input(self, text: str) -> str | None:
+        """Read the input of a custom tool, which is the whole answer."""
+        self._add_arguments(text)
+        self._rest = ""
+        return None
+
     # ---- what was read
 
     def _begin_call(self, head: str) -> None:
@@ -467,6 +474,33 @@ def _new_id(format: str) -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
+class CustomInput:
+    """The input of a custom tool's call, which models write as the only argument of a function.
+
+    is_bare: it stands alone, because a grammar binds it.
+    """
+
+    def __init__(self, *, is_bare: bool) -> None:
+        self.is_whole = False
+        self._is_bare, self._arguments = is_bare, ""
+
+    def feed(self, arguments: str) -> str:
+        """Return what the input gains by more of the arguments: all at once, when they are complete."""
+        if self._is_bare or self.is_whole:
+            return arguments if self._is_bare else ""
+        self._arguments += arguments
+        if not (arguments.rstrip().endswith("}") and is_whole(self._arguments)):
+            return ""
+        self.is_whole = True
+        value = json.loads(self._arguments)
+        text = value.get("input") if isinstance(value, dict) else None
+        return text if isinstance(text, str) else self._arguments
+
+    def finish(self) -> str:
+        """Return what the input gains at the end of a call that was not cut: what is no JSON stays as it is."""
+        return "" if self.is_whole or self._is_bare else self._arguments
+
+
 def is_whole(arguments: str) -> bool:
     """Return whether a call's arguments are JSON; those of a call that was cut are not."""
     try:
@@ -482,9 +516,11 @@ def reader_of_calls(body: ChatCompletionRequest, written: ToolCallFormat | None)
     written: how the model writes calls of its own choice; None = that is unknown, and they are text.
     """
     most = None if body.parallel_tool_calls else 1
+    if body.custom_call is not None:
+        return partial(ToolCallReader, "input", name=body.custom_call)
     match body.calls:
         case "named":
-            return partial(ToolCallReader, "arguments", name=body.called_function or "")
+            return partial(ToolCallReader, "arguments", name=body.called_tool or "")
         case "required":
             return partial(ToolCallReader, "list", most=most)
         case "auto" if written is not None:
@@ -496,7 +532,13 @@ def tools_of(body: ChatCompletionRequest | TokenizeRequest) -> list[dict[str, An
     """Return the tools that the chat template gets; as in vLLM, it gets them whatever the tool choice is."""
     if isinstance(body, TokenizeRequest):
         return body.tools
-    return [tool.model_dump(exclude_unset=True) for tool in body.tools or ()] or None
+    return [
+        tool.model_dump(exclude_unset=True)
+        if tool.type == "function"
+        else {"type": "function", "function": tool.called.model_dump(exclude_none=True)}
+        for tool in body.offered.values()
+        if tool.called is not None
+    ] or None
 
 
 def decoded_calls(calls: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, Any]]:
@@ -506,6 +548,10 @@ def decoded_calls(calls: Sequence[Mapping[str, Any]], number: int) -> list[dict[
     """
     decoded = []
     for place, call in enumerate(calls):
+        if isinstance(custom := call.get("custom"), Mapping):
+            told = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+            decoded.append({"id": call.get("id"), "type": "function", "function": told})
+            continue
         function = call.get("function")
         if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
             decoded.append(dict(call))

@@ -160,6 +160,62 @@ def test_calls_are_items_whole_and_in_events(tokenizer: Tokenizer, tmp_path: Pat
         assert "<tool_response>\ndone\n</tool_response>" in text
 
 
+EDIT = "*** Begin\n+a\n*** End"
+PATCH = {
+    "type": "custom",
+    "name": "patch",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin\\n" /[^*]+/ "*** End"'},
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "choice", "num_deltas"),
+    [
+        (f'<tool_call>{{"name": "patch", "arguments": {json.dumps({"input": EDIT})}}}</tool_call>', "auto", 1),
+        (EDIT, {"type": "custom", "name": "patch"}, 2),
+    ],
+)
+def test_a_custom_tool_gets_text(
+    tokenizer: Tokenizer, tmp_path: Path, written: str, choice: Any, num_deltas: int
+) -> None:
+    asked = {"input": "Hi", "tools": [PATCH, {"type": "web_search"}], "tool_choice": choice}
+    with fake_service(tokenizer, tmp_path, writing(tokenizer, written)) as own, own.http() as http:
+        response = http.post(PATH, json=asked)
+        assert response.headers["x-secateur-ignored"] == "tools.1 (web_search)"
+        answer = response.json()
+        [call] = answer["output"]
+        assert (call["type"], call["name"], call["input"], call["status"]) == (
+            "custom_tool_call",
+            "patch",
+            EDIT,
+            "completed",
+        )
+        told = events(http, **asked)
+        deltas = [event["delta"] for event in told if event["type"] == "response.custom_tool_call_input.delta"]
+        assert "".join(deltas) == EDIT and len(deltas) >= num_deltas
+        [done] = [event for event in told if event["type"] == "response.custom_tool_call_input.done"]
+        assert done["input"] == EDIT
+        result = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "done"}
+        create(http, input=[{"role": "user", "content": "Hi"}, call, result])
+        whole = rendered(tokenizer, own)
+        assert json.dumps({"name": "patch", "arguments": {"input": EDIT}}) in whole and "done" in whole
+        later = create(http, input=[result], previous_response_id=answer["id"])
+        assert rendered(tokenizer, own) == whole
+        listed = http.get(f"{PATH}/{later['id']}/input_items").json()["data"]
+        assert [item["type"] for item in listed] == ["custom_tool_call_output"]
+        cut = create(http, **asked, max_output_tokens=3)["output"][-1]
+        assert cut["status"] == "incomplete"
+
+
+def test_allowed_tools_filter(http: httpx2.Client, service: FakeService, tokenizer: Tokenizer) -> None:
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "order"}]}
+    answer = create(http, input="Hi", tools=[TOOL, PATCH], tool_choice=allowed)
+    assert answer["tool_choice"] == allowed and [tool["name"] for tool in answer["tools"]] == ["order", "patch"]
+    prompt, grammar = rendered(tokenizer, service), service.engine.submitted[-1].sampling.constraints.grammar
+    assert "order" in prompt and "patch" not in prompt
+    assert matches(grammar, '[{"name": "order", "parameters": {"what": 1}}]', tokenizer.path)
+
+
 def test_a_demanded_call_is_a_structured_output(
     http: httpx2.Client, service: FakeService, tokenizer: Tokenizer
 ) -> None:
@@ -539,7 +595,9 @@ def test_stored_responses_take_no_more_memory_than_their_limit(
         ({"input": [{"type": "item_reference", "id": "msg-0"}]}, "input", "send the item itself"),
         ({"input": [{"role": "user"}]}, "input", "needs it"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input", "call_id"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "function"),
+        ({"input": "a", "tools": [{"type": "custom"}]}, "tools", "name"),
+        ({"input": "a", "tools": [{"type": "custom", "name": "a", "format": {"type": "grammar"}}]}, "tools", "grammar"),
+        ({"input": "a", "tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", "must be"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"input": "a", "metadata": {str(n): "" for n in range(17)}}, "metadata", "at most 16 pairs"),
         ({"input": "a", "metadata": {"k" * 65: ""}}, "metadata", "keys of up to 64"),

@@ -351,6 +351,119 @@ def test_calls_reach_the_client_whole_and_in_a_stream(
 
 
 TWO_CALLS = '[{"name": "order", "parameters": {"what": 5}}, {"name": "stop", "parameters": {}}]'
+
+
+def custom(format: dict[str, Any] | None = None) -> dict[str, Any]:
+    about = {"name": "patch", "description": "Edits files."} | ({"format": format} if format else {})
+    return {"type": "custom", "custom": about}
+
+
+def allowing(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools, {"type": "web_search"}]}}
+
+
+LARK = """start: "*** Begin" LF change+ "*** End" LF?
+change: "+" /(.*)/ LF
+%import common.LF"""
+PATCH = custom({"type": "grammar", "grammar": {"syntax": "lark", "definition": LARK}})
+NAMED_CUSTOM = {"type": "custom", "custom": {"name": "patch"}}
+EDIT = '*** Begin\n+a "b"\n*** End'
+WRITTEN_EDIT = f'Yes.\n<tool_call>\n{{"name": "patch", "arguments": {json.dumps({"input": EDIT})}}}\n</tool_call>'
+BROKEN_EDIT = '<tool_call>{"name": "patch", "arguments": {"input": a}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("written", "asked", "content", "input", "reason"),
+    [
+        (WRITTEN_EDIT, {"tools": [PATCH]}, "Yes.", EDIT, "tool_calls"),
+        (WRITTEN_EDIT, {"tools": [*TOOLS, custom()], "tool_choice": "auto"}, "Yes.", EDIT, "tool_calls"),
+        (BROKEN_EDIT, {"tools": [PATCH]}, None, '{"input": a}', "tool_calls"),
+        (EDIT, {"tools": [PATCH], "tool_choice": "required"}, None, EDIT, "tool_calls"),
+        (EDIT, {"tools": [*TOOLS, PATCH], "tool_choice": NAMED_CUSTOM}, None, EDIT, "stop"),
+        (json.dumps({"input": EDIT}), {"tools": [custom()], "tool_choice": NAMED_CUSTOM}, None, EDIT, "stop"),
+        (
+            json.dumps([{"name": "patch", "parameters": {"input": EDIT}}]),
+            {"tools": [*TOOLS, custom()], "tool_choice": "required"},
+            None,
+            EDIT,
+            "tool_calls",
+        ),
+    ],
+)
+def test_a_custom_tool_gets_text(
+    tokenizer: Tokenizer, tmp_path: Path, written: str, asked: Any, content: str | None, input: str, reason: str
+) -> None:
+    ids = [*tokenizer.encode(written, add_special_tokens=False), 0]
+    script = lambda submit: [ids[start : start + 3] for start in range(0, len(ids), 3)]  # noqa: E731
+    with fake_service(tokenizer, tmp_path, script) as own, own.http() as http:
+        body = {"messages": [HI], **asked}
+        [choice] = http.post(CHAT, json=body).raise_for_status().json()["choices"]
+        message = choice["message"]
+        [call] = message["tool_calls"]
+        assert (message["content"], choice["finish_reason"]) == (content, reason)
+        assert (call["type"], call["custom"], call.keys()) == (
+            "custom",
+            {"name": "patch", "input": input},
+            {"id", "type", "custom"},
+        )
+        deltas = [chunk["choices"][0]["delta"] for chunk in stream(http, CHAT, **body)[:-1] if chunk["choices"]]
+        parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
+        assert parts[0]["type"] == "custom" and parts[0]["custom"]["name"] == "patch"
+        assert "".join(part["custom"].get("input", "") for part in parts) == input
+        http.post(CHAT, json={"messages": [HI, message, {"role": "tool", "tool_call_id": call["id"], "content": "ok"}]})
+        prompt = tokenizer.decode(own.engine.submitted[-1].prompt, skip_special_tokens=False)
+        assert json.dumps({"name": "patch", "arguments": {"input": input}}) in prompt
+
+
+def test_the_model_is_told_of_a_custom_tool_as_of_a_function(
+    http: httpx2.Client, service: FakeService, tokenizer: Tokenizer
+) -> None:
+    digits = custom({"type": "grammar", "grammar": {"syntax": "regex", "definition": "[0-9]{2}"}})
+    asked = {"messages": [HI], "tools": [PATCH]}
+    http.post(CHAT, json=asked).raise_for_status()
+    prompt = tokenizer.decode(service.engine.submitted[-1].prompt, skip_special_tokens=False)
+    assert '"name": "patch"' in prompt and json.dumps(LARK)[1:-1] in prompt and '"required": ["input"]' in prompt
+    for tools, choice, right, wrong in [
+        ([PATCH], NAMED_CUSTOM, EDIT, "*** Begin\n*** End"),
+        ([digits, *TOOLS], NAMED_CUSTOM, "12", "123"),
+        (
+            [digits, *TOOLS],
+            "required",
+            '[{"name": "patch", "parameters": {"input": "12"}}]',
+            '[{"name": "patch", "parameters": {"input": "123"}}]',
+        ),
+    ]:
+        http.post(CHAT, json={"messages": [HI], "tools": tools, "tool_choice": choice}).raise_for_status()
+        grammar = service.engine.submitted[-1].sampling.constraints.grammar
+        assert matches(grammar, right, tokenizer.path) and not matches(grammar, wrong, tokenizer.path)
+
+
+def test_tools_of_other_kinds_are_left_out_and_named(
+    http: httpx2.Client, service: FakeService, tokenizer: Tokenizer
+) -> None:
+    search = {"type": "web_search", "search_context_size": "low"}
+    response = http.post(CHAT, json={"messages": [HI], "tools": [search, TOOLS[0], {"type": "local_shell"}]})
+    assert response.headers["x-secateur-ignored"] == "tools.0 (web_search), tools.2 (local_shell)"
+    prompt = tokenizer.decode(service.engine.submitted[-1].prompt, skip_special_tokens=False)
+    assert '"order"' in prompt and "search" not in prompt
+    assert http.post(CHAT, json={"messages": [HI], "tools": [search]}).status_code == 200
+
+
+def test_allowed_tools_are_those_that_the_model_may_call(
+    http: httpx2.Client, service: FakeService, tokenizer: Tokenizer
+) -> None:
+    for mode in ("auto", "required"):
+        response = http.post(CHAT, json={"messages": [HI], "tools": TOOLS, "tool_choice": allowing(mode, "stop")})
+        assert response.headers["x-secateur-ignored"] == "tool_choice.tools.1 (web_search)"
+        submit = service.engine.submitted[-1]
+        prompt = tokenizer.decode(submit.prompt, skip_special_tokens=False)
+        assert '"stop"' in prompt and '"order"' not in prompt
+    grammar = submit.sampling.constraints.grammar
+    assert matches(grammar, '[{"name": "stop", "parameters": {}}]', tokenizer.path)
+    assert not matches(grammar, '[{"name": "order", "parameters": {"what": 1}}]', tokenizer.path)
+
+
 NAMED = {"tool_choice": {"type": "function", "function": {"name": "order"}}}
 
 
@@ -424,10 +537,21 @@ def test_demanded_calls_follow_their_schemas(
     ("asked", "param", "words"),
     [
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "pattern"),
-        ({"tools": [{"type": "code"}]}, "tools", "function"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools.0.function: is required"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools", "tools.0.custom.name: is required"),
+        ({"tools": [{"type": "code"}], "tool_choice": "required"}, "tool_choice", "give a function or a custom tool"),
+        ({"tools": TOOLS, "tool_choice": {"type": "code"}}, "tool_choice", '"allowed_tools": {"mode": "auto", "tools"'),
+        ({"tools": TOOLS, "tool_choice": allowing("required", "x")}, "tool_choice", "no function 'x' in tools"),
+        ({"tools": [*TOOLS, PATCH], "tool_choice": "required"}, "tool_choice", "bind the input of 'patch' to its Lark"),
+        (
+            {"tools": [custom({"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: x"}})]}
+            | {"tool_choice": {"type": "custom", "custom": {"name": "patch"}}},
+            "tools",
+            'unknown name: "x"',
+        ),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "'order' is there twice"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", '"none", "auto", "required" or'),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", '"none", "auto", "required", {'),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice",
