@@ -69,6 +69,7 @@ def build_service(
         forces_usage=args.enable_force_include_usage,
         names_tokens_by_id=args.return_tokens_as_token_ids,
         closes_objects=args.disable_additional_properties,
+        unsupported_content=args.unsupported_content,
         model_root=args.model,
     )
 

@@ -84,9 +84,24 @@ class Body(BaseModel):
         """Return every known parameter with a value that is not implemented."""
         return unsupported_of(self.model_extra or {})
 
+    @property
+    def unread_parts(self) -> list[str]:
+        """Return the parts of messages that are no text: their places and types."""
+        return []
+
     def ignored(self) -> list[str]:
         """Return unknown fields, sorted; the server accepts them and lists them in `x-secateur-ignored`."""
         return sorted((self.model_extra or {}).keys() - UNSUPPORTED.keys())
+
+
+UnsupportedContent = Literal["error", "placeholder"]
+"""What becomes of parts of messages that are no text."""
+
+
+def placeholder(type: str) -> str:
+    """Return the text in the place of a part of a message that is no text."""
+    kind = next((kind for kind in ("image", "audio", "video", "file") if kind in type), "part")
+    return f"[{kind} left out: this model reads text only]"
 
 
 def unsupported_of(values: Mapping[str, Any]) -> list[Unsupported]:

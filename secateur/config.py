@@ -147,6 +147,9 @@ class EngineArgs(Strict):
     """The value of return_tokens_as_token_ids in requests that leave it out."""
     disable_additional_properties: bool = True
     """The value of disable_additional_properties in requests that leave it out."""
+    unsupported_content: Literal["error", "placeholder"] = "error"
+    """The value of unsupported_content in requests that leave it out: whether parts of messages that are no text, such
+    as images in results of tools, are refused, or become a placeholder that tells the model so."""
 
     @property
     def model_ids(self) -> tuple[str, ...]:

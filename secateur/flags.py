@@ -253,6 +253,13 @@ SERVER_FLAGS: dict[str, Any] = {
         "--return-tokens-as-token-ids",
         help="Write the tokens of log probabilities as token_id:123, unless a request says otherwise.",
     ),
+    "unsupported_content": _serving(
+        str,
+        "--unsupported-content",
+        metavar="KIND",
+        help="What becomes of images and other parts of messages that are no text, unless a request says otherwise: "
+        "error, or placeholder, a text that says so [error].",
+    ),
     "disable_additional_properties": _serving(
         bool,
         "--disable-additional-properties/--no-disable-additional-properties",

@@ -18,7 +18,16 @@ from pydantic import (
     model_validator,
 )
 
-from secateur.bodies import Body, Structure, Unsupported, told, unsupported_of, wrong
+from secateur.bodies import (
+    Body,
+    Structure,
+    Unsupported,
+    UnsupportedContent,
+    placeholder,
+    told,
+    unsupported_of,
+    wrong,
+)
 from secateur.errors import ConfigError, Problem
 from secateur.speculative import Speculative
 from secateur.tools import CALLED_TYPES, MAX_TOOLS, AllowedTools, Tool, ToolChoice, ToolFunction, calls_of
@@ -489,12 +498,18 @@ class CompletionRequest(SamplingRequest):
 
 
 class ContentPart(Body):
-    """A part of a message; only text is supported."""
+    """A part of a message; only text is understood."""
 
-    type: Literal["text"]
-    """Only text is understood."""
-    text: str
+    type: str
+    """`text`; see `unsupported_content` for others."""
+    text: str = ""
     """The part's text; parts are joined."""
+
+    @model_validator(mode="after")
+    def _text_with_its_type(self) -> Self:
+        if self.type == "text" and "text" not in self.model_fields_set:
+            raise wrong("text", "is required")
+        return self
 
 
 class ChatMessage(Body):
@@ -531,7 +546,7 @@ class ChatMessage(Body):
     def text(self) -> str:
         """Return the content as one string."""
         if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
+            return "".join(part.text if part.type == "text" else placeholder(part.type) for part in self.content)
         return self.content or ""
 
 
@@ -549,6 +564,19 @@ class Rendered(Body):
     """End the prompt with the beginning of an answer."""
     continue_final_message: bool = False
     """Continue the last message instead of beginning an answer."""
+    unsupported_content: UnsupportedContent | None = None
+    """Whether parts of messages that are no text, such as images, are an error, or become a placeholder that tells the
+    model so. Left out, it is as the service's `--unsupported-content`."""
+
+    @property
+    def unread_parts(self) -> list[str]:
+        """Return the parts of messages that are no text."""
+        return [
+            f"messages.{number}.content.{place} ({part.type})"
+            for number, message in enumerate(getattr(self, "messages", None) or ())
+            for place, part in enumerate(message.content if isinstance(message.content, list) else ())
+            if part.type != "text"
+        ]
 
     @model_validator(mode="after")
     def _one_ending(self) -> Self:
@@ -689,7 +717,7 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
             for place, tool in enumerate(self.allowed.tools if self.allowed is not None else ())
             if tool.name is None
         ]
-        return sorted([*super().ignored(), *nested, *left_out(self.tools or ()), *unknown])
+        return sorted([*super().ignored(), *nested, *left_out(self.tools or ()), *unknown, *self.unread_parts])
 
     @model_validator(mode="after")
     def _calls_of_known_tools(self) -> Self:
@@ -746,7 +774,7 @@ class TokenizeRequest(Rendered):
     def ignored(self) -> list[str]:
         """Return fields without effect; chat fields have none beside a prompt."""
         of_chats = {*Rendered.model_fields, "tools"} & self.model_fields_set if self.messages is None else set()
-        return sorted([*super().ignored(), *of_chats])
+        return sorted([*super().ignored(), *of_chats, *self.unread_parts])
 
     @model_validator(mode="after")
     def _one_input(self) -> Self:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from secateur.bodies import Body, Metadata, Unsupported, told, wrong
+from secateur.bodies import Body, Metadata, Unsupported, UnsupportedContent, placeholder, told, wrong
 from secateur.requests import MAX_ITEMS, NumLogprobs, NumTokens, left_out
 from secateur.responses import FunctionCall, Listed, ObjectList, Response, TokenLogprob, new_id
 from secateur.speculative import Speculative
@@ -20,6 +20,8 @@ from secateur.tools import CALLED_TYPES, MAX_TOOLS, ToolName
 MAX_ID_CHARS = 256
 LOGPROBS = "message.output_text.logprobs"
 """The entry of `include` that asks for log probabilities."""
+TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text")
+"""Types of parts that are text."""
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -36,10 +38,10 @@ _CHOICES = (
 
 
 class InputPart(Body):
-    """A part of a message; only text is supported."""
+    """A part of a message; only text is understood."""
 
-    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text"]
-    """Whose text it is; no effect."""
+    type: str
+    """One of `TEXT_PARTS`, with no effect; see `unsupported_content` for others."""
     text: str = ""
     """The part's text; parts are joined."""
     refusal: str = ""
@@ -274,6 +276,19 @@ class ResponsesRequest(Body):
     """As in chats."""
     include_reasoning: bool | None = None
     """As in chats."""
+    unsupported_content: UnsupportedContent | None = None
+    """As in chats, also for results of calls."""
+
+    @property
+    def unread_parts(self) -> list[str]:
+        """Return the parts of messages and results that are no text."""
+        return [
+            f"input.{number}.{name}.{place} ({part.type})"
+            for number, item in enumerate(self.input if isinstance(self.input, list) else ())
+            for name, content in (("content", item.content), ("output", item.output))
+            for place, part in enumerate(content if isinstance(content, list) else ())
+            if part.type not in TEXT_PARTS
+        ]
 
     @property
     def has_logprobs(self) -> bool:
@@ -330,7 +345,7 @@ class ResponsesRequest(Body):
             unread.append("top_logprobs")
         if self.reasoning is not None:
             unread += [f"reasoning.{name}" for name in self.reasoning.ignored()]
-        unread += left_out(self.tools or ())
+        unread += [*left_out(self.tools or ()), *self.unread_parts]
         return sorted([*(name for name in super().ignored() if name not in _UNSUPPORTED), *unread])
 
 
@@ -394,7 +409,9 @@ def messages_of(items: Iterable[InputItem]) -> list[dict[str, Any]]:
 
 def _text(content: str | list[InputPart] | None) -> str:
     if isinstance(content, list):
-        return "".join(part.text or part.refusal for part in content)
+        return "".join(
+            part.text or part.refusal if part.type in TEXT_PARTS else placeholder(part.type) for part in content
+        )
     return content or ""
 
 

@@ -27,6 +27,7 @@ from cluster.http.tokenizer_pool import TokenizerPool
 from cluster.http.tool_calls import ToolCallFormat, decoded_calls, tools_of
 from cluster.http.tracing import Tracing
 from secateur.api_keys import ApiKey
+from secateur.bodies import UnsupportedContent
 from secateur.errors import ConfigError
 from secateur.requests import (
     ChatCompletionRequest,
@@ -105,6 +106,8 @@ class Service:
     """The default of `return_tokens_as_token_ids`."""
     closes_objects: bool = True
     """The default of `disable_additional_properties`."""
+    unsupported_content: UnsupportedContent = "error"
+    """The default of the field of this name."""
     model_root: str | None = None
     """The model as the configuration names it, which /v1/models tells; None = its path."""
     batch_dir: Path | None = None
@@ -185,6 +188,16 @@ class Service:
         self.check_model(body.model)
         if found := body.unsupported():
             raise HttpError(400, ErrorResponse.from_unsupported(found))
+        if (parts := body.unread_parts) and self._mode_of(body) == "error":
+            raise BadRequest(
+                f'{parts[0]}: nothing but text is understood; write {{"type": "text", "text": ...}}, or '
+                'unsupported_content="placeholder", which tells the model that something was left out',
+                param=parts[0].partition(".")[0],
+            )
+
+    def _mode_of(self, body: object) -> UnsupportedContent:
+        mode: UnsupportedContent | None = getattr(body, "unsupported_content", None)
+        return mode or self.unsupported_content
 
     @property
     def model_id(self) -> str:

@@ -696,7 +696,7 @@ def test_a_batch_line_succeeded_only_without_error():
 def test_a_structure_is_read_from_either_field(asked, kind, source, whitespace):
     for body in (completion(**asked), chat(**asked)):
         assert body.unsupported() == body.ignored() == []
-        assert body.structure == (kind, source, next(iter(asked)), whitespace)
+        assert body.structure == (kind, source, next(iter(asked)), whitespace, True)
     assert completion(response_format={"type": "text"}).structure is None
 
 

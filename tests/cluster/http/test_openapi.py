@@ -26,6 +26,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
     "/v1/responses": {"input": "a"},
+    "/v1/responses/input_tokens": {"input": "a"},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }

@@ -144,7 +144,7 @@ def test_a_body_that_is_not_an_object_is_a_400_with_advice(http: httpx2.Client, 
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            'messages.0.content: must be a text or a list of {"type": "text", "text": ...}; nothing but text',
+            'messages.0.content.0 (image_url): nothing but text is understood; write {"type": "text", "text": ...}, or',
         ),
     ],
 )

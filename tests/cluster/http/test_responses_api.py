@@ -207,6 +207,44 @@ def test_a_custom_tool_gets_text(
         assert cut["status"] == "incomplete"
 
 
+def test_an_image_in_a_result_is_an_error_or_a_placeholder(
+    http: httpx2.Client, own: Callable[..., FakeService], tokenizer: Tokenizer
+) -> None:
+    parts = [{"type": "input_text", "text": "Here: "}, {"type": "input_image", "image_url": "data:image/png;base64,A"}]
+    asked = {
+        "input": [
+            {"role": "user", "content": "Look."},
+            {"type": "function_call", "call_id": "c", "name": "order", "arguments": "{}"},
+            {
+                "type": "function_call_output",
+                "call_id": "c",
+                "output": parts,
+            },
+        ]
+    }
+    error = error_of(http.post(PATH, json=asked))
+    assert error["param"] == "input" and error["message"].startswith("input.2.output.1 (input_image): nothing but text")
+    running = own(unsupported_content="placeholder")
+    with running.http() as lenient:
+        assert lenient.post(PATH, json={**asked, "unsupported_content": "error"}).status_code == 400
+        for body in (asked, {**asked, "unsupported_content": "placeholder"}):
+            response = lenient.post(PATH, json=body)
+            assert response.headers["x-secateur-ignored"] == "input.2.output.1 (input_image)"
+            assert "Here: [image left out: this model reads text only]" in rendered(tokenizer, running)
+            later = create(
+                lenient, input="And?", previous_response_id=response.json()["id"], unsupported_content="error"
+            )
+            assert later["status"] == "completed" and "[image left out" in rendered(tokenizer, running)
+        message = {"role": "tool", "tool_call_id": "c", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+        body = {"messages": [{"role": "user", "content": "Look."}, message]}
+        for path in ("/v1/chat/completions", "/tokenize"):
+            response = lenient.post(path, json=body)
+            assert response.headers["x-secateur-ignored"] == "messages.1.content.0 (image_url)"
+            error = error_of(http.post(path, json=body))
+            assert error["param"] == "messages" and 'unsupported_content="placeholder"' in error["message"]
+            assert http.post(path, json={**body, "unsupported_content": "placeholder"}).status_code == 200
+
+
 def test_allowed_tools_filter(http: httpx2.Client, service: FakeService, tokenizer: Tokenizer) -> None:
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "order"}]}
     answer = create(http, input="Hi", tools=[TOOL, PATCH], tool_choice=allowed)
