@@ -122,6 +122,10 @@ class ResponsesTool(Body):
             raise wrong("name", "is required")
         return self
 
+    def told(self) -> dict[str, Any]:
+        """Return the tool as the answer repeats it, with OpenAI's default for functions."""
+        return ({"strict": True} if self.type == "function" else {}) | self.model_dump(exclude_none=True)
+
     def chat_tool(self) -> dict[str, Any]:
         """Return the tool of a chat."""
         if self.type not in CALLED_TYPES:

@@ -215,7 +215,7 @@ class ResponseBuilder:
             temperature=chat.temperature,
             top_p=chat.top_p,
             text=_text_options(body),
-            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+            tools=[tool.told() for tool in body.tools or ()],
             tool_choice="auto" if body.tool_choice is None else _plain(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls,
             store=body.store,

@@ -4,7 +4,7 @@
 
 **Numbers.** llguidance computes in doubles, reads fractions with one rounding too many (as serde_json does) and cuts
 integers to 64 bits. A number that it would change is an error that names the keyword. Bounds beyond 64 bits become the
-last that it can follow; of the numbers of 64 bits that leaves out less than 1,024 at an end.
+last that it can follow; of the numbers of 64 bits that leaves out at most 1,024 at an end.
 
 **Objects.** A schema that names properties and says nothing of others is closed, as vLLM's default backend has it. The
 schemas that apply to one object are closed together: each gets the names that the others have. Alone, the two sides of
@@ -27,7 +27,7 @@ _NUMBERS = (
 )
 _ITEMS = ("items", "prefixItems", "additionalItems")
 _CHOICES = ("anyOf", "oneOf")
-_UNREAD = ("default", "examples", "title", "description", "$comment")
+_UNREAD = ("default", "examples")  # which may hold any number
 _MAX_SCHEMAS = 50_000  # llguidance's own limit
 
 
@@ -133,10 +133,11 @@ class _Preparation:
 
     def _value(self, keyword: str, value: Any, given: dict[str, Any], beside: _Names | None) -> Any:
         """Return a keyword's value. beside: what other schemas of the same value say."""
-        is_twice = bool(given.get("properties") and given.get("patternProperties"))  # which may describe the same
+        by_name = ("properties", "patternProperties")
+        is_twice = keyword in by_name and all(_dict(given, each) for each in by_name)  # which may describe the same
 
         def part(schema: Any, name: str = "") -> Any:
-            is_shared = beside is None or beside.describe(keyword, name) or (is_twice and keyword not in _ITEMS)
+            is_shared = beside is None or beside.describe(keyword, name) or is_twice
             return self.schema(schema, None if is_shared else _NOTHING)
 
         match keyword, value:
