@@ -141,6 +141,7 @@ HALVES: list[tuple[str, dict[str, Any], str | None]] = [
     ("/v1/responses", {"input": [{"type": "reasoning", "x": "?"}, *MESSAGES]}, "input"),
     ("/v1/responses", {"input": "?"}, "input"),
     ("/v1/responses", {"input": "a", "?": 1}, None),
+    ("/v1/responses/input_tokens", {"input": "?"}, "input"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "?"}]}, "messages"),
     ("/v1/chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"x": "?"}}, "chat_template_kwargs"),
     ("/v1/completions", {"prompt": ["a", "b?"]}, "prompt"),
