@@ -1,0 +1,80 @@
+"""Where an answer ends and what is counted of it, without a service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import secateur
+from cluster.http.metrics import Metrics, RequestTimes
+from cluster.http.openai_format import total_usage
+from cluster.http.output_processor import Generation
+from cluster.http.tokenizer import Tokenizer
+from workers.comm.ipc import EngineStats, RequestStats, Submit, TokenChunk
+from workers.settings import Constraints, SamplingSettings
+
+COMMON = {"model_name": "model", "replica": "replica"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(str(Path(secateur.__file__).parent / "bundled" / "target"))
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics("model", "replica", EngineStats)
+
+
+def generation(tokenizer: Tokenizer, *prompt: int, min_tokens: int = 0, number: int = 0, stop: str = "") -> Generation:
+    sampling = SamplingSettings(constraints=Constraints(min_tokens=min_tokens))
+    submit = Submit(id=1, prompt=list(prompt), max_tokens=99, sampling=sampling)
+    stops = (stop,) if stop else ()
+    return Generation(submit=submit, tokenizer=tokenizer, request_id="r", arrival=0.0, number=number, stop=stops)
+
+
+@pytest.mark.parametrize("size", [1, 3, 99])
+def test_a_stop_string_ends_an_answer_only_behind_its_first_min_tokens_tokens(tokenizer: Tokenizer, size: int) -> None:
+    ids = tokenizer.encode("def f(x):\n    return x\n", add_special_tokens=False)
+    complete = next(n for n in range(len(ids)) if ":" in tokenizer.decode(ids[:n]))
+    for min_tokens, ends in ((complete - 1, "stop"), (complete, None), (complete + 1, None)):
+        own = generation(tokenizer, 1, min_tokens=min_tokens, stop=":")
+        for start in range(0, len(ids), size):
+            delta = own.process(TokenChunk(id=1, tokens=ids[start : start + size]))
+            if delta.finish_reason:
+                break
+        assert delta.finish_reason == ends, min_tokens
+        assert own.token_ids == (ids[:complete] if ends else ids)
+
+
+def test_a_prompt_and_what_the_cache_held_of_it_count_once_and_every_answer_counts(tokenizer: Tokenizer) -> None:
+    answered = [
+        generation(tokenizer, *prompt, number=number) for prompt in ([1, 2, 3], [4, 5, 6, 7, 8]) for number in range(3)
+    ]
+    for own in answered:
+        stats = RequestStats(num_drafts=1, verified_per_depth=[3, 2], accepted_per_depth=[1, 1])
+        cached = len(own.submit.prompt) - 1
+        own.process(TokenChunk(id=1, tokens=[300, 301, 302], num_accepted=2, num_cached_tokens=cached, stats=stats))
+    usage = total_usage(answered)
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (8, 18, 26)
+    assert usage.prompt_tokens_details.cached_tokens == 6
+    details = usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (12, 18)
+
+
+@pytest.mark.parametrize(("num_tokens", "mean_s"), [(1, None), (2, 6.0), (4, 2.0)])
+def test_the_time_per_output_token_is_that_of_the_tokens_behind_the_first(
+    metrics: Metrics, num_tokens: int, mean_s: float | None
+) -> None:
+    times = RequestTimes(submitted=0.5, scheduled=1.0, first_token=2.0, last_token=8.0, end=9.0)
+    metrics.observe_finished("length", times, prompt_tokens=5, generation_tokens=num_tokens, max_tokens=7)
+    found = {
+        name: metrics.registry.get_sample_value(f"secateur_{name}_sum", COMMON)
+        for name in (
+            "time_to_first_token_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+            "request_inference_time_seconds", "e2e_request_latency_seconds", "request_prompt_tokens",
+            "request_generation_tokens", "request_params_max_tokens", "request_time_per_output_token_seconds",
+        )
+    }  # fmt: skip
+    assert list(found.values()) == [2.0, 1.0, 6.0, 7.0, 9.0, 5, num_tokens, 7, mean_s]
