@@ -72,7 +72,7 @@ class _Pending:
     num_prompt_logprobs: int = 0
     stats: RequestStats = field(default_factory=RequestStats)
     num_sent: int = 0  # how many engines have had it since its last token
-    submitted_s: float = field(default_factory=time.monotonic)
+    submitted_s: float = field(default_factory=lambda: time.monotonic())
 
     def take(self, chunk: TokenChunk) -> None:
         self.output += chunk.tokens

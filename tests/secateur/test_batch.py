@@ -688,7 +688,7 @@ def wire():
     answered = Counter()
     handler = type("Handler", (Wire,), {"answered": answered})
     server = QuietServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}", answered
     server.shutdown()

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import types
 import warnings
 from dataclasses import asdict
@@ -117,9 +116,7 @@ def service(monkeypatch):
 
 def test_an_invalid_draft_tp_is_an_error_with_the_valid_values():
     spec = {"method": "eagle3", "model": "x", "num_speculative_tokens": 8, "draft_tensor_parallel_size": 3}
-    started = time.monotonic()
     done = run("serve", "--tensor-parallel-size", "4", "--speculative-config", json.dumps(spec))
-    assert time.monotonic() - started < 20
     assert done.returncode == 2 and done.stdout == ""
     assert "draft_tensor_parallel_size=3, tensor_parallel_size=4): use 1 or 4" in done.stderr
     assert "Traceback" not in done.stderr

@@ -59,6 +59,18 @@ def tree_of(tokens: list[int], num_accepted: int) -> TreeRecord:
     )
 
 
+class StandingClock:
+    """What a module may take for `time`: it stands still until a test adds to `now`."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+
 @dataclass
 class _Live:
     submit: Submit
@@ -73,7 +85,8 @@ class FakeEngine:
 
     `drafts`: whether all tokens of a step but the last count as drafted and accepted; otherwise every request has the
     statistics `STATS`. `hold`: while set, the engine hangs: it runs no step and sends nothing. Otherwise it sends
-    heartbeats while idle, as an engine does. `aborted` and `submitted` hold the messages that it received.
+    heartbeats while idle, as an engine does. `before_step` is called before each step with requests; it may wait.
+    `aborted` and `submitted` hold the messages that it received.
     """
 
     address: str
@@ -82,6 +95,7 @@ class FakeEngine:
     max_model_len: int = 2048
     vocab_size: int = 2048
     step_s: float = 0.0
+    before_step: Callable[[], object] = lambda: None
     drafts: bool = False
     submitted: list[Submit] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
@@ -115,6 +129,8 @@ class FakeEngine:
                             self._live.pop(id, None)
                 if self.hold.is_set():
                     continue
+                if self._live:
+                    self.before_step()
                 if chunks := [chunk for live in list(self._live.values()) for chunk in self._step(live)]:
                     self._stop.wait(self.step_s)
                     stats = self._stats()

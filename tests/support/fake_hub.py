@@ -80,7 +80,7 @@ class _Answer(BaseHTTPRequestHandler):
 @contextmanager
 def fake_hub(root: Path) -> Iterator[FakeHub]:
     hub = FakeHub(root)
-    thread = threading.Thread(target=hub.serve_forever, daemon=True)
+    thread = threading.Thread(target=hub.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield hub

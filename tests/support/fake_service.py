@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -45,8 +46,17 @@ class FakeService:
         """Report the death of a rank, as the watcher of an engine's ranks does."""
         self.loop.call_soon_threadsafe(self.client.fail, reason)
 
+    def leave(self, path: str, body: dict[str, Any]) -> None:
+        """Send a request and disconnect as soon as all of its prompts are in the engine."""
+        expected = len(self.engine.submitted) + (len(body["prompt"]) if isinstance(body["prompt"], list) else 1)
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+        with socket.create_connection(("127.0.0.1", int(self.url.rsplit(":", 1)[1]))) as leaver:
+            leaver.sendall(f"{head}\r\n\r\n".encode() + content)
+            wait_for(lambda: len(self.engine.submitted) == expected)
+
     def http(self, **options: Any) -> httpx2.Client:
-        return httpx2.Client(base_url=self.url, timeout=20, **options)
+        return httpx2.Client(base_url=self.url, timeout=60, **options)
 
 
 @contextmanager
@@ -129,7 +139,7 @@ def error_of(response: httpx2.Response) -> dict[str, Any]:
     return error
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

@@ -66,16 +66,15 @@ def test_the_drafters_quality_changes_only_the_number_of_steps(method, error):
         assert len(bench.target.steps) == 11 if error == 0.0 else len(bench.target.steps) > 25
 
 
-def test_a_request_reports_how_long_it_waited_for_its_seat():
-    """A preemption later changes nothing: the time counts until it first joins."""
-    with Bench(RandomLanguage(), None, TreeConfig(), max_num_seqs=1) as bench:
-        first, second = bench.submit([1, 2], 30), bench.submit([3, 4], 30)
-        began = time.perf_counter()
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
+def test_a_request_reports_how_long_it_waited_for_its_seat(monkeypatch, max_num_seqs):
+    """On a clock that counts steps. With two seats the last is preempted: its time counts until it first joins."""
+    with Bench(RandomLanguage(), None, TreeConfig(), num_pages=13, max_num_seqs=max_num_seqs) as bench:
+        monkeypatch.setattr(time, "perf_counter", lambda: float(len(bench.target.steps)))
+        ids = [bench.submit([1, 2], 30), bench.submit([3, 4], 30)]
         bench.run()
-        total = time.perf_counter() - began
-        waited = bench.answers[second].last.queued_s
-        assert bench.answers[first].last.queued_s < waited / 2
-        assert total / 10 < waited < total
+        assert [bench.answers[id].last.queued_s for id in ids] == [0.0, 30.0 if max_num_seqs == 1 else 0.0]
+        assert bench.frames[-1].stats.num_preemptions == max_num_seqs - 1
 
 
 def test_higher_thresholds_verify_fewer_nodes_and_change_no_token():
@@ -344,6 +343,8 @@ def test_stop_tokens_wait_for_the_minimum_length_like_the_end_of_text():
         assert bench.ask([9], 9, params, stop_token_ids=[11]).tokens == [10, 0, 1, 2, 3, 4, 5, 6, 7]
         assert bench.ask([8], 9, params, stop_token_ids=[15]).tokens == [9, 10, 11, 0, 1, 2, 3, 4, 5]
         assert bench.ask([7], 9, params).tokens == [8, 9, 10, 11, 12]
+        assert bench.ask([8], 9, params, ignore_eos=True).tokens == [9, 10, 11, 0, 1, 2, 3, 4, 5], "as in vLLM"
+        assert bench.ask([7], 7, params, ignore_eos=True).tokens == [8, 9, 10, 11, 12, 13, 14]
 
 
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,9 +12,12 @@ from typing import Any
 import httpx2
 import pytest
 
+from cluster import engine_client
+from cluster.http import service
 from cluster.http.admission import MAX_RETRY_AFTER_S
 from cluster.http.service import RequestHead, Service
 from secateur.requests import CompletionRequest
+from tests.support.fake_engine import StandingClock
 from tests.support.fake_service import CONFIG, FakeService, error_of, wait_for
 
 Own = Callable[..., FakeService]
@@ -28,13 +30,14 @@ def waiting(running: FakeService, num: int, **fields: Any) -> Iterator[list[int]
     """Let so many requests wait for an engine that does nothing; yield their statuses, which come when it goes on."""
     running.engine.hold.set()
     statuses: list[int] = []
-    before = running.client.num_pending
+    before, submitted = running.client.num_pending, len(running.engine.submitted)
     threads = [
         threading.Thread(target=lambda: statuses.append(post(running, **fields).status_code)) for _ in range(num)
     ]
     for thread in threads:
         thread.start()
     wait_for(lambda: running.client.num_pending == before + num)
+    wait_for(lambda: len(running.engine.submitted) == submitted + num)
     try:
         yield statuses
     finally:
@@ -79,14 +82,19 @@ def test_retry_after_is_how_long_the_queue_takes(own: Own) -> None:
     assert statuses == [200] * 12
 
 
-def test_the_average_time_of_requests_is_measured(own: Own) -> None:
-    running = own(script=lambda submit: [[5]] * 4, engine={"step_s": 0.1})
+def test_the_average_time_of_requests_is_measured(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that shows a second more with every step."""
+    monkeypatch.setattr(engine_client, "time", clock := StandingClock())
+
+    def tick() -> None:
+        clock.now += 1
+
+    running = own(script=lambda submit: [[5]] * 4, engine={"before_step": tick})
     assert running.client.service_s == 0
     assert post(running, max_tokens=4).status_code == 200
-    assert running.client.service_s >= 0.4
-    first = running.client.service_s
+    assert running.client.service_s == 4
     assert post(running, max_tokens=1).status_code == 200
-    assert running.client.service_s < first
+    assert running.client.service_s == 4 - 3 * engine_client.SERVICE_WEIGHT
 
 
 def test_fewer_may_wait_while_pages_are_short(own: Own) -> None:
@@ -125,7 +133,7 @@ def test_a_request_that_would_begin_too_late_is_refused_at_once(own: Own) -> Non
 def test_a_request_that_has_waited_too_long_is_refused_and_never_run(own: Own, path: str, stream: bool) -> None:
     running = own()
     running.engine.hold.set()
-    refused = post(running, path, stream=stream, first_token_timeout_s=0.3)
+    refused = post(running, path, stream=stream, first_token_timeout_s=1)
     assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
     assert error_of(refused)["type"] == "rate_limit_error"
     assert running.client.num_pending == 0
@@ -134,16 +142,17 @@ def test_a_request_that_has_waited_too_long_is_refused_and_never_run(own: Own, p
 
 
 def test_an_answer_that_has_begun_is_finished_however_long_it_takes(own: Own) -> None:
-    running = own(script=lambda submit: [[5]] * 8, engine={"step_s": 0.1})
+    running = own(script=lambda submit: [[5]] * 8, engine={"step_s": 0.5})
     for stream in (False, True):
-        answer = post(running, max_tokens=8, first_token_timeout_s=0.5, stream=stream)
+        answer = post(running, max_tokens=8, first_token_timeout_s=3, stream=stream)
         assert answer.status_code == 200 and "error" not in answer.text
 
 
-def test_a_request_whose_time_passed_while_it_was_tokenized_waits_no_longer() -> None:
-    head = RequestHead(request_id="late", arrival=time.perf_counter() - 10.0)
+def test_a_request_whose_time_passed_while_it_was_tokenized_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "time", clock := StandingClock())
+    head = RequestHead(request_id="late", arrival=clock.now - 10)
     assert head.wait_s(CompletionRequest(prompt="a", first_token_timeout_s=0.5)) == 0.0
-    assert head.wait_s(CompletionRequest(prompt="a", first_token_timeout_s=30.0)) == pytest.approx(20.0, abs=5.0)
+    assert head.wait_s(CompletionRequest(prompt="a", first_token_timeout_s=30.0)) == 20
     assert head.wait_s(CompletionRequest(prompt="a")) is None
 
 

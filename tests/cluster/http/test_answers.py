@@ -564,10 +564,13 @@ def test_every_answer_has_its_own_log_probabilities(http: httpx2.Client) -> None
 # Stopping
 
 
-def test_a_stop_string_is_cut_off_and_ends_the_request_in_the_engine(own: Callable[..., FakeService]) -> None:
-    running = own(engine={"step_s": 0.05})
+def test_a_stop_string_is_cut_off_and_ends_the_request_in_the_engine(
+    own: Callable[..., FakeService], script: Any
+) -> None:
+    """The engine would go on for much longer than it takes to tell it."""
+    running = own(engine={"step_s": 0.02}, script=lambda submit: [*script(submit)[:-1], *[[300]] * 1000])
     with running.http() as http:
-        body = http.post("/v1/completions", json={"prompt": "def", "max_tokens": 64, "stop": ["return"]}).json()
+        body = http.post("/v1/completions", json={"prompt": "def", "max_tokens": 1900, "stop": ["return"]}).json()
     [choice] = body["choices"]
     assert choice["text"] == ANSWER.split("return")[0]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "return")

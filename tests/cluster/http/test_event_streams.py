@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -20,8 +22,12 @@ from tests.support.fake_service import ANSWER, FakeService, stream
 # Streams
 
 
-def test_all_chunks_of_a_stream_have_the_same_created_time(own: Callable[..., FakeService]) -> None:
-    with own(engine={"step_s": 0.4}).http() as http:
+def test_all_chunks_of_a_stream_have_the_same_created_time(
+    own: Callable[..., FakeService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = itertools.count(1_800_000_000)
+    monkeypatch.setattr(time, "time", lambda: float(next(now)))
+    with own().http() as http:
         *chunks, _ = stream(http, "/v1/completions", prompt="a", max_tokens=64)
     assert len(chunks) >= 3
     assert len({chunk["created"] for chunk in chunks}) == 1
@@ -54,18 +60,22 @@ def test_a_completion_stream_has_every_choice(http: httpx2.Client) -> None:
     assert done == "[DONE]"
 
 
-def test_a_step_is_one_event_without_delay(own: Callable[..., FakeService], tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("one two three four five six")
-    running = own(engine={"step_s": 0.15}, script=lambda submit: [ids[:2], ids[2:4], ids[4:]])
-    times = []
+def test_a_step_is_one_event_that_does_not_wait_for_the_next(
+    own: Callable[..., FakeService], tokenizer: Tokenizer
+) -> None:
+    """The engine runs a step when its client has the event of the step before."""
+    ids, is_read = tokenizer.encode("one two three four five six"), threading.Semaphore(1)
+    steps = [ids[:2], ids[2:4], ids[4:]]
+    running = own(engine={"before_step": lambda: is_read.acquire(timeout=60)}, script=lambda submit: list(steps))
+    texts = []
     with running.http() as http:
         body = {"prompt": "x", "max_tokens": 64, "stream": True}
         with http.stream("POST", "/v1/completions", json=body) as response:
             for line in response.iter_lines():
                 if line.startswith("data: {"):
-                    times.append(time.monotonic())
-    assert len(times) == 3
-    assert all(later - earlier > 0.1 for earlier, later in itertools.pairwise(times))
+                    texts.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
+                    is_read.release()
+    assert texts == [tokenizer.decode(step) for step in steps]
 
 
 def test_every_chunk_may_report_its_choices_usage(http: httpx2.Client) -> None:

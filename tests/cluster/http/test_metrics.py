@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 from collections.abc import Callable
 
 import httpx2
@@ -13,6 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from cluster.http import middleware
+from tests.support.fake_engine import StandingClock
 from tests.support.fake_service import FakeService, wait_for
 
 BODY = {"prompt": "a", "max_tokens": 5}
@@ -68,11 +68,19 @@ def test_clients_cannot_add_series(service: FakeService) -> None:
     assert {method for method, _ in names} <= {"GET", "other"}
 
 
-def test_a_streamed_response_lasts_until_its_end(own: Callable[..., FakeService]) -> None:
-    running = own(script=lambda submit: [[5]] * 4, engine={"step_s": 0.1})
+def test_a_streamed_response_lasts_until_its_end(
+    own: Callable[..., FakeService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that shows a second more with every step."""
+    monkeypatch.setattr(middleware, "time", clock := StandingClock())
+
+    def tick() -> None:
+        clock.now += 1
+
+    running = own(script=lambda submit: [[5]] * 4, engine={"before_step": tick})
     with running.http() as http:
         http.post("/v1/completions", json=BODY | {"stream": True})
-        assert value(http, "secateur_http_request_duration_seconds_sum") > 0.3
+        assert value(http, "secateur_http_request_duration_seconds_sum") == 4
 
 
 def test_an_exception_counts_as_a_500(own: Callable[..., FakeService], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,11 +113,7 @@ def test_the_phases_of_a_request_add_up(own: Callable[..., FakeService]) -> None
 def test_a_request_without_tokens_has_no_phases(own: Callable[..., FakeService]) -> None:
     running = own()
     running.engine.hold.set()
-    body = json.dumps(BODY)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    with socket.create_connection(("127.0.0.1", int(running.url.rsplit(":", 1)[1]))) as leaver:
-        leaver.sendall(f"{head}\r\n\r\n{body}".encode())
-        wait_for(lambda: running.client.num_pending == 1)
+    running.leave("/v1/completions", BODY)
     wait_for(lambda: running.client.num_pending == 0)
     running.engine.hold.clear()
     with running.http() as http:

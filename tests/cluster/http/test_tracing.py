@@ -10,7 +10,6 @@ from gzip import decompress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import httpx2
 import pytest
 
 from cluster.http.tracing import ENDPOINTS, PROTOCOLS, Tracing
@@ -60,7 +59,7 @@ class Receive(BaseHTTPRequestHandler):
 @contextmanager
 def collecting() -> Iterator[Collector]:
     with Collector() as collector:
-        thread = threading.Thread(target=collector.serve_forever)
+        thread = threading.Thread(target=collector.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield collector
@@ -90,7 +89,7 @@ def test_an_answer_s_phases_are_spans_of_the_client_s_trace(
         body = {"prompt": "a", "max_tokens": 4}
         headers = {"traceparent": PARENT, "X-Request-ID": "mine"}
         assert http.post("/v1/completions", json=body, headers=headers).status_code == 200
-    wait_for(lambda: len(collector.spans) == 4, 20)
+    wait_for(lambda: len(collector.spans) == 4)
     [root] = collector.named("llm_request")
     assert (root.trace_id.hex(), root.parent_span_id.hex()) == tuple(PARENT.split("-")[1:3])
     assert collector.services == {"secateur"}
@@ -109,7 +108,6 @@ def test_an_answer_s_phases_are_spans_of_the_client_s_trace(
         assert times[-1] <= span.start_time_unix_nano <= span.end_time_unix_nano
         times.append(span.end_time_unix_nano)
     assert times[-1] <= root.end_time_unix_nano
-    assert root.end_time_unix_nano - root.start_time_unix_nano >= 0.15 * 1e9, "three steps"
     assert phases[2].end_time_unix_nano > phases[2].start_time_unix_nano
 
 
@@ -119,7 +117,7 @@ def test_every_choice_has_its_spans_and_streams_have_them_too(
     monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
     with own().http() as http:
         http.post("/v1/completions", json={"prompt": "a", "max_tokens": 4, "n": 2, "stream": True})
-    wait_for(lambda: len(collector.spans) == 8, 20)
+    wait_for(lambda: len(collector.spans) == 8)
     assert len({span.trace_id for span in collector.named("llm_request")}) == 2, "without a parent, traces of their own"
     assert collector.services == {"ours"}
 
@@ -129,9 +127,8 @@ def test_a_request_that_is_aborted_in_the_queue_has_no_later_phase(
 ) -> None:
     running = own()
     running.engine.hold.set()
-    with running.http() as http, pytest.raises(httpx2.ReadTimeout):
-        http.post("/v1/completions", json={"prompt": "a"}, timeout=0.3)
-    wait_for(lambda: len(collector.spans) == 2, 20)
+    running.leave("/v1/completions", {"prompt": "a"})
+    wait_for(lambda: len(collector.spans) == 2)
     assert {span.name for span in collector.spans} == {"llm_request", "queue"}
 
 
@@ -142,7 +139,7 @@ def test_the_sampler_of_the_environment_applies(
     with own().http() as http:
         for headers in ({}, {"traceparent": PARENT}):
             http.post("/v1/completions", json={"prompt": "a", "max_tokens": 4}, headers=headers)
-    wait_for(lambda: len(collector.spans) == 4, 20)
+    wait_for(lambda: len(collector.spans) == 4)
     assert {span.trace_id.hex() for span in collector.spans} == {PARENT.split("-")[1]}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import signal
@@ -131,15 +130,12 @@ def test_a_port_in_use_is_reported_before_slow_imports(short: Path) -> None:
             taken.bind((host, 0))
             taken.listen()
             port = taken.getsockname()[1]
-            began = time.monotonic()
             with serving(short, "--port", str(port)) as one:
-                wait_for(lambda one=one: not running(one.process), 30)
-                took = time.monotonic() - began
+                wait_for(lambda one=one: not running(one.process), START_S)
             said = one.stderr.read_text()
             assert f"cannot listen on 127.0.0.1:{port}" in said
             assert "choose another --host or --port" in said
             assert "importing" not in said
-            assert took < 10, "two seconds on an idle machine"
 
 
 @pytest.mark.serve
@@ -154,8 +150,7 @@ def test_the_service_outlives_its_proxy_listens_on_loopback_alone_and_ends_in_or
         places = [said.index(stage) for stage in stages]
         assert places == sorted(places), said
         seconds = [int(each) for each in re.findall(r"secateur: (\d+) s, ", said)]
-        assert seconds == sorted(seconds)
-        assert max(later - sooner for sooner, later in itertools.pairwise(seconds)) <= 20
+        assert len(seconds) > 1 and seconds == sorted(seconds)
 
         assert set(listening(one)) == {"127.0.0.1"}, listening(one)
 
@@ -173,11 +168,10 @@ def test_the_service_outlives_its_proxy_listens_on_loopback_alone_and_ends_in_or
 
         below = one.below()
         one.process.send_signal(signal.SIGINT)  # ignored, were it for the shell: it was started with &
-        time.sleep(0.3)
+        wait_for(lambda: "Secateur is stopping; 1 more" in one.stderr.read_text(), STOP_S)
         one.process.send_signal(signal.SIGINT)
         assert_ended(one, below)
         said = one.stderr.read_text()
-        assert "Secateur is stopping; 1 more" in said
         assert said.rstrip().endswith("stopped")
         assert not list(short.glob("secateur-*"))
 
@@ -192,7 +186,7 @@ def test_the_end_of_its_ray_is_told_at_once(short: Path, process: str) -> None:
         below = one.below()
         [lost] = [each for each in below if each.name() == process]
         lost.kill()
-        wait_for(lambda: "its Ray has ended; start it again" in one.stderr.read_text(), 15)
+        wait_for(lambda: "its Ray has ended; start it again" in one.stderr.read_text(), STOP_S)
         assert_ended(one, below)
 
 
@@ -231,11 +225,9 @@ def test_only_https_is_open_to_others_and_the_third_signal_ends_everything_at_on
         assert set(found) == {"127.0.0.1", "0.0.0.0"}
         assert found["0.0.0.0"] == {"ray::ProxyActor"}, "the HTTPS port alone is open to others"
         below = one.below()
-        began = time.monotonic()
         for _ in range(3):
             one.process.terminate()
             time.sleep(0.2)
         assert_ended(one, below)
-        assert time.monotonic() - began < 15
         assert "SIGTERM received" not in (said := one.stderr.read_text())
         assert "is killed" in said

@@ -29,20 +29,18 @@ def refusal(response: httpx2.Response) -> str:
     return response.json()["error"]["message"]
 
 
-def watch(url: str, path: str, process: subprocess.Popen[bytes]) -> tuple[set[str], float]:
-    """Return all reasons until the path answers 200, and the longest wait for a response."""
-    reasons, longest, deadline = set(), 0.0, time.monotonic() + START_S
+def watch(url: str, path: str, process: subprocess.Popen[bytes]) -> set[str]:
+    """Return all reasons until the path answers 200."""
+    reasons, deadline = set(), time.monotonic() + START_S
     while time.monotonic() < deadline:
         assert process.poll() is None, "it ended"
-        began = time.monotonic()
         try:
             response = httpx2.get(url + path, timeout=30, **NO_PROXY)
         except httpx2.ConnectError:
             time.sleep(0.1)
             continue
         if response.status_code == 200:
-            return reasons, longest
-        longest = max(longest, time.monotonic() - began)
+            return reasons
         reasons.add(refusal(response))
         time.sleep(0.1)
     pytest.fail("it never became ready")
@@ -75,7 +73,7 @@ def test_clients_get_our_errors_from_start_to_end() -> None:
     process = subprocess.Popen(command, env=environment)
     try:
         # Before the first readiness
-        found: dict[str, tuple[set[str], float]] = {}
+        found: dict[str, set[str]] = {}
         paths = ("/health", "/v1/models")
         threads = [
             threading.Thread(target=lambda path=path: found.update({path: watch(url, path, process)})) for path in paths
@@ -85,9 +83,7 @@ def test_clients_get_our_errors_from_start_to_end() -> None:
         for thread in threads:
             thread.join()
         for path in paths:
-            reasons, longest = found[path]
-            assert reasons == {"the service is starting; try again later"}
-            assert longest < 10
+            assert found[path] == {"the service is starting; try again later"}
 
         # Ready
         assert httpx2.get(f"{url}/health", **NO_PROXY).json() == {"status": "ok"}
@@ -109,10 +105,10 @@ def test_clients_get_our_errors_from_start_to_end() -> None:
             lines = response.iter_lines()
             assert next(lines).startswith("data: {")
             process.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + STOP_S
             while not while_draining and time.monotonic() < deadline:
                 for path in paths:
-                    now = httpx2.get(url + path, timeout=10, **NO_PROXY)
+                    now = httpx2.get(url + path, timeout=30, **NO_PROXY)
                     if now.status_code != 200:  # Serve has not heard yet
                         while_draining.append(refusal(now))
             payloads = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,7 +46,7 @@ def env(tmp_path: Path) -> dict[str, str]:
 def server(env: dict[str, str]) -> Iterator[ForkServer]:
     with ForkServer(["csv"], env) as started:
         yield started
-    assert wait_gone([started.pid], timeout_s=5) == []
+    assert wait_gone([started.pid], timeout_s=30) == []
 
 
 @contextmanager
@@ -62,7 +61,7 @@ def running(server: ForkServer, module: str = "sleeps", *arguments: str, **env: 
 def test_a_process_has_its_arguments_environment_output_and_exit_code(server: ForkServer) -> None:
     with running(server, "told", "0", COLOUR="red") as first, running(server, "told", "7", COLOUR="blue") as second:
         for process, code, colour in ((first, 0, "red"), (second, 7, "blue")):
-            assert process.wait(10) == process.poll() == code
+            assert process.wait(30) == process.poll() == code
             assert process.stdout.read() == f"['{code}'] {colour} True __main__\n"
             assert process.stderr.read() == "an error\n"
     assert "COLOUR" not in os.environ
@@ -77,27 +76,25 @@ def test_a_process_is_forked_by_one_thread_and_has_a_group_and_signals_of_its_ow
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.05)
         os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(5) == -signal.SIGTERM
+        assert process.wait(30) == -signal.SIGTERM
         assert not Path(f"/proc/{process.pid}").exists(), "not even a zombie"
 
 
 def test_imports_are_waited_for_once(env: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text("import time; time.sleep(1)\n")
+    log = tmp_path / "log"
+    (tmp_path / "slow.py").write_text(f"import time; time.sleep(1); open({str(log)!r}, 'a').write('imported ')\n")
     with ForkServer(["slow"], env) as server:
-        seconds = []
         for _ in range(2):
-            began = time.monotonic()
             with running(server):
-                seconds.append(time.monotonic() - began)
-        assert seconds[0] > 1 > seconds[1]
+                assert log.read_text() == "imported "
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_processes_end_with_a_server_that_ends(server: ForkServer, number: signal.Signals) -> None:
     with running(server) as process:
         os.kill(server.pid, number)
-        assert process.wait(5) == -signal.SIGKILL
-        assert wait_gone([process.pid], timeout_s=5) == []
+        assert process.wait(30) == -signal.SIGKILL
+        assert wait_gone([process.pid], timeout_s=30) == []
     assert server.is_down
     for _ in range(2):
         with pytest.raises(ForkServerDown, match=rf"\(pid {server.pid}\) has ended"):
@@ -112,11 +109,11 @@ def test_a_stopped_server_hides_no_end_and_is_killed_when_it_does_not_fork(
         os.kill(server.pid, signal.SIGSTOP)
         assert first.poll() is None
         os.kill(first.pid, signal.SIGKILL)
-        assert first.wait(10) == first.poll() == -signal.SIGKILL
+        assert first.wait(30) == first.poll() == -signal.SIGKILL
         with pytest.raises(ForkServerDown):
             server.start("sleeps", [], {})
-        assert second.wait(5) == -signal.SIGKILL
-        assert wait_gone([server.pid, first.pid, second.pid], timeout_s=5) == []
+        assert second.wait(30) == -signal.SIGKILL
+        assert wait_gone([server.pid, first.pid, second.pid], timeout_s=30) == []
 
 
 def test_a_server_that_cannot_import_is_down(env: dict[str, str]) -> None:
@@ -130,4 +127,4 @@ def test_server_and_processes_end_with_a_killed_owner(env: dict[str, str]) -> No
         pids = list(map(int, owner.stdout.readline().split()))
         assert len(pids) == 2 and all(map(is_running, pids))
         owner.kill()
-    assert wait_gone(pids, timeout_s=5) == []
+    assert wait_gone(pids, timeout_s=30) == []

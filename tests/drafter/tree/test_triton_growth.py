@@ -127,6 +127,7 @@ def vocabulary(size: int, *, is_reduced: bool) -> DraftVocabulary:
     return DraftVocabulary(target_size=2 * size + 3 if is_reduced else size, target_ids=ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BATCHES)
 def test_trees_are_those_of_the_torch_twin(name: str) -> None:
     assert RowParameters._fields == tuple(f"{field}_B" for field in PLAIN)
@@ -134,6 +135,7 @@ def test_trees_are_those_of_the_torch_twin(name: str) -> None:
         assert_same_trees(grown(fused, BATCHES[name], vocab), grown(reference, BATCHES[name], vocab))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BATCHES)
 def test_static_trees_are_those_of_the_torch_twin(name: str) -> None:
     paths = ((0,), (1,), (2,), (0, 0), (2, 1), (0, 0, 3))
@@ -143,6 +145,7 @@ def test_static_trees_are_those_of_the_torch_twin(name: str) -> None:
         assert torch.equal(got.parent[0], torch.tensor([0, 0, 0, 0, 1, 3, 4], device=DEVICE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BATCHES)
 def test_trees_with_budgets_are_those_of_the_torch_twin(name: str) -> None:
     for vocab in (vocabulary(9, is_reduced=True), vocabulary(11, is_reduced=False)):
@@ -180,6 +183,7 @@ def candidate_weights(kind: str, B: int, F: int, K: int, draw: torch.Generator) 
     return weight_BFK * (torch.rand(B, F, K, generator=draw) > 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["random", "ties", "equal"])
 @pytest.mark.parametrize("name", PLACED)
 def test_children_are_placed_exactly_where_the_torch_twin_places_them(name: str, weights: str) -> None:
@@ -232,6 +236,7 @@ def test_the_earlier_of_equal_candidates_is_kept() -> None:
     assert torch.equal(got.parent[is_node], expected.parent[is_node])  # which of equal tokens is first is open
 
 
+@pytest.mark.slow
 def test_the_largest_tree_fills_its_masks() -> None:
     """Row 63 is the sign bit."""
     vocab, batch = vocabulary(40, is_reduced=False), [NOISY | dict(num_nodes=63)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,9 +26,7 @@ def test_beyond_its_last_entry_the_table_goes_on_as_steep():
 
 def test_start_up_times_the_target_on_a_few_sizes():
     with bench(ClockCosts(fixed=1, row=1, message=1, fed=0, level=1, node=0)) as b:
-        began = time.perf_counter()
         table = profile(b.engine._target, b.engine._config, b.engine._allocator.num_pages)
-        assert time.perf_counter() - began < 20
     assert len(table.rows_T) >= 2 and table.rows_T[0] == 1
     assert (np.diff(table.rows_T) > 0).all() and (np.diff(table.ms_T) >= 0).all() and table.ms_T[0] > 0
 

@@ -22,6 +22,8 @@ from workers.types import AttentionMetadata, DraftReply, DraftRequest, SamplingB
 
 SIZES = [(0, None), (1, 4), (60, 16), (63, 16), (400, 64), (5000, None), (3, 8), (20000, 32)]
 """(input rows, feature width): bodies below, around and far above the 8 KiB that travel with a header."""
+NEVER_S = 3600.0
+"""Longer than every timeout; a rank that sleeps so long is killed."""
 
 
 def config(
@@ -161,24 +163,23 @@ def lose_the_drafter(world: World) -> str:
 
 
 def come_late(world: World) -> str:
-    """Verifier 1 comes three step timeouts late to a collective of the start-up, and to one of a step."""
+    """Verifier 1 comes three step timeouts late to a collective of the start-up, and never to one of a step."""
     if world.tp.group is None:
         return "the drafter is not concerned"
     for is_step in (False, True):
         if world.rank == 1:
-            time.sleep(3)
-        began = time.monotonic()
+            time.sleep(NEVER_S if is_step else 3)
         try:
             dist.all_reduce(torch.ones(1), group=world.tp.group)
         except RuntimeError:
-            return f"{time.monotonic() - began:.1f} {'in a step' if is_step else 'in the start-up'}"
+            return "in a step" if is_step else "in the start-up"
         world.end_start_up()
     return "nothing"
 
 
 def wait_in_the_start_up(world: World) -> str:
     if world.rank == 1:
-        time.sleep(8)
+        time.sleep(NEVER_S)
         return "awake"
     return what_is_said(world)
 
@@ -187,7 +188,7 @@ def wait_for_a_silent_drafter(world: World) -> str:
     world.end_start_up()
     if world.rank == 1:
         world.link.receive()
-        time.sleep(8)  # much longer than the step timeout
+        time.sleep(NEVER_S)
         return "awake"
     world.link.send(draft_request(3, 8), 42)
     return what_is_said(world)
@@ -211,7 +212,7 @@ def wait_for_a_busy_verifier(world: World) -> str:
 def wait_for_a_silent_verifier(world: World) -> str:
     world.end_start_up()
     if world.rank == 0:
-        time.sleep(30)  # much longer than the idle timeout
+        time.sleep(NEVER_S)
         return "awake"
     return what_is_said(world)
 
@@ -233,11 +234,10 @@ def lose_the_source(world: World) -> str:
 
 
 def what_is_said(world: World) -> str:
-    began = time.monotonic()
     try:
         world.link.receive()
     except PeerLost as error:
-        return f"{time.monotonic() - began:.1f} {error}"
+        return str(error)
     return "nothing"
 
 
@@ -256,17 +256,13 @@ def test_messages_arrive_however_they_are_split_and_both_ends_choose_one_way():
 
 def test_a_killed_drafter_is_named_with_the_step_at_once():
     said = dict(in_processes(lose_the_drafter, config()))
-    seconds, _, words = said[0].partition(" ")
-    assert words.startswith("verifier 0 lost drafter 0 at step 41:"), said[0]
-    assert float(seconds) < 5
+    assert said[0].startswith("verifier 0 lost drafter 0 at step 41:"), said[0]
 
 
 def test_a_silent_drafter_is_lost_after_the_step_timeout():
     said = next(in_processes(wait_for_a_silent_drafter, config(step_timeout_s=1.0)))
     assert said[0] == 0
-    seconds, _, words = said[1].partition(" ")
-    assert words.startswith("verifier 0 lost drafter 0 at step 42:"), said[1]
-    assert 0.8 < float(seconds) < 5
+    assert said[1].startswith("verifier 0 lost drafter 0 at step 42: it was silent for 1 s"), said[1]
 
 
 def test_waiting_for_the_next_message_may_exceed_the_step_timeout():
@@ -281,28 +277,21 @@ def test_waiting_for_the_next_message_may_exceed_the_step_timeout():
 
 
 def test_a_slow_start_is_allowed_more_time_than_a_step():
-    said = dict(in_processes(come_late, config(tensor_parallel_size=2, step_timeout_s=1.0)))
-    seconds, _, words = said[0].partition(" ")
-    assert words == "in a step", said
-    assert 0.8 < float(seconds) < 2.5
+    ranks = in_processes(come_late, config(tensor_parallel_size=2, step_timeout_s=1.0))
+    assert next(said for rank, said in ranks if rank == 0) == "in a step"
 
 
 def test_a_start_up_has_a_timeout_of_its_own():
     said = next(in_processes(wait_in_the_start_up, config(startup_timeout_s=3.0)))
     assert said[0] == 0
-    seconds, _, words = said[1].partition(" ")
-    assert words.startswith("verifier 0 lost drafter 0 before the first step:"), said[1]
-    assert 2.5 < float(seconds) < 6
+    assert said[1].startswith("verifier 0 lost drafter 0 before the first step: it was silent for 3 s"), said[1]
 
 
 @pytest.mark.slow
 def test_a_silent_verifier_is_lost_after_the_idle_timeout():
-    asked = config(step_timeout_s=1.0)
-    said = next(in_processes(wait_for_a_silent_verifier, asked))
+    said = next(in_processes(wait_for_a_silent_verifier, config(step_timeout_s=1.0)))
     assert said[0] == 1
-    seconds, _, words = said[1].partition(" ")
-    assert words.startswith("drafter 0 lost verifier 0 before the first step:"), said[1]
-    assert asked.idle_timeout_s - 1 < float(seconds) < asked.idle_timeout_s + 10
+    assert said[1].startswith("drafter 0 lost verifier 0 before the first step: it was silent for 10 s"), said[1]
 
 
 def test_a_killed_verifier_is_noticed_by_its_peer():

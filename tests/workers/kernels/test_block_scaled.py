@@ -77,7 +77,7 @@ def test_a_product_equals_that_with_the_dequantized_weight(
 
 
 @needs_float8
-@pytest.mark.parametrize("num_inputs", [200, 2304])
+@pytest.mark.parametrize("num_inputs", [200, pytest.param(2304, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_rows", [16, 32, SPLIT_ROWS, 200])
 def test_the_rows_beside_it_do_not_change_a_row(num_rows: int, num_inputs: int) -> None:
     weight, x = scaled(70, num_inputs, torch.bfloat16), rows(num_rows, num_inputs, torch.bfloat16)

@@ -189,6 +189,7 @@ def linears(decoder: Any) -> list[Linear]:
     ]
 
 
+@pytest.mark.slow
 def test_a_decoder_in_8_bits_gives_the_tokens_of_the_dequantized_one(kept: Path) -> None:
     """With interpreted kernels; attention and norms are the same, so only sums in another order may differ."""
     fused = pytest.importorskip("workers.kernels.fused")
