@@ -44,10 +44,10 @@ check: $(VENV)/.installed-test ## lint, check the format and types
 	$(BIN)/mypy
 
 test: $(VENV)/.installed-test ## every test that needs no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile --no-loadscope-reorder  # in the order of tests/conftest.py
 
 quick: $(VENV)/.installed-test ## the tests that start no engine and no process (one to five minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick -n $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 parity: $(VENV)/.installed-test ## the full matrix of comparisons on real engines (long)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full $(addprefix tests/end_to_end/test_, parity.py constraints_engine.py preemption.py mixed_batch.py simulated_cuda.py captured_classes.py json_schemas.py batch_jobs.py) tests/secateur/test_batch_service.py

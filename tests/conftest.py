@@ -28,6 +28,17 @@ ENGINE_NAMES = re.compile(
 )
 
 
+# The files that take minutes, first among several workers: one that starts last leaves the others without work.
+LONG_FOLDERS = ("cluster/serve", "end_to_end", "chaos", "cluster/bench", "cluster")
+
+
+@functools.cache
+def place(path: Path) -> int:
+    """Return a file's place in the order of the run: that of its folder, and the rest last."""
+    folder = path.relative_to(Path(__file__).parent).parent.as_posix()
+    return next((at for at, long in enumerate(LONG_FOLDERS) if folder == long), len(LONG_FOLDERS))
+
+
 @functools.cache
 def starts_an_engine(path: Path) -> bool:
     folder = path.relative_to(Path(__file__).parent).parent.as_posix()
@@ -47,6 +58,7 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: place(item.path))
     for item in items:
         if starts_an_engine(item.path):
             item.add_marker("engine")

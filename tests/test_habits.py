@@ -1,6 +1,7 @@
-"""Every test contains an assertion that can fail."""
+"""Every test contains an assertion that can fail, and none that fails on a slow machine."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,18 +12,21 @@ ROOT = Path(__file__).parents[1]
 TESTS = Path(__file__).parent
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 RAISING = {"raises", "warns", "fail", "deprecated_call"}
+CLOCKS = {"monotonic", "perf_counter", "process_time", "thread_time", "time"}
 
 
 def functions_of(tree: ast.AST) -> Iterator[Function]:
     return (node for node in ast.walk(tree) if isinstance(node, Function))
 
 
+@functools.cache
 def called_names(function: Function) -> set[str]:
     """Return the names of the functions and methods that `function` calls."""
     calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
     return {getattr(call, "id", None) or getattr(call, "attr", "") for call in calls}
 
 
+@functools.cache
 def asserts(function: Function) -> bool:
     """Return whether the body contains an assert, pytest.raises or similar, or a call to a library's assert_*."""
     if any(isinstance(node, ast.Assert) for node in ast.walk(function)):
@@ -62,6 +66,54 @@ def test_the_check_finds_a_test_that_asserts_nothing(body):
 def test_the_check_accepts_a_test_that_can_fail(body):
     source = f"from tests.support.cases import compare\ndef helper(): assert run()\ndef test_it():\n    {body}"
     assert silent_tests(source, {"compare"}) == []
+
+
+def reads_a_clock(node: ast.AST, names: set[str]) -> bool:
+    """Return whether an expression calls `time.monotonic()` or the like, or has one of these names."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name) and part.id in names:
+            return True
+        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr in CLOCKS:
+            if isinstance(part.func.value, ast.Name) and part.func.value.id == "time":
+                return True
+    return False
+
+
+def asserts_on_time(source: str) -> list[int]:
+    """Return the lines of assertions on what a clock showed, but for those that end a wait: `now < deadline`."""
+    lines = []
+    for function in functions_of(ast.parse(source)):
+        names: set[str] = set()
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign) and reads_a_clock(node.value, names):
+                names |= {part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assert) and reads_a_clock(node.test, names - {"deadline"}):
+                own = {part.id for part in ast.walk(node.test) if isinstance(part, ast.Name)}
+                lines += [] if "deadline" in own else [node.lineno]
+    return sorted(set(lines))
+
+
+def test_no_test_asserts_on_elapsed_time():
+    found = {
+        str(path.relative_to(TESTS)): asserts_on_time(source)
+        for path in sorted(TESTS.rglob("*.py"))
+        if any(f"time.{clock}(" in (source := path.read_text()) for clock in CLOCKS)
+    }
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "is_found"),
+    [
+        ("began = time.monotonic(); run(); assert time.monotonic() - began < 5", True),
+        ("began = time.perf_counter(); run(); took = time.perf_counter() - began; assert took < 5", True),
+        ("deadline = time.monotonic() + 60; assert time.monotonic() < deadline", False),
+        ("assert run() < 5", False),
+    ],
+)
+def test_the_check_finds_assertions_on_time(body, is_found):
+    assert asserts_on_time(f"def test_it():\n    {body}") == ([2] if is_found else [])
 
 
 def test_no_two_classes_of_the_product_have_the_same_name() -> None:

@@ -66,7 +66,7 @@ def run(outcomes: list[str], body: Callable[[Drafters], Awaitable[None]]) -> Dra
 async def finished(drafters: Drafters) -> None:
     task = drafters.restart._task
     assert task is not None
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, 60)
 
 
 def test_attempts_go_on_with_growing_pauses_until_a_drafter_connects(pauses: list[float]) -> None:

@@ -154,6 +154,13 @@ def with_monitor(body: Callable[[str, dict[int, str]], Any], timeout_s: float = 
     return asyncio.run(main())
 
 
+def wait_for_one(hung: dict[int, str]) -> None:
+    deadline = time.monotonic() + 60
+    while not hung:
+        assert time.monotonic() < deadline, "no rank is found to hang"
+        time.sleep(0.05)
+
+
 def in_thread(pulse: Pulse, work: Callable[[], None]) -> threading.Thread:
     def run() -> None:
         pulse.serve()
@@ -165,41 +172,46 @@ def in_thread(pulse: Pulse, work: Callable[[], None]) -> threading.Thread:
 
 
 def test_a_thread_that_computes_is_told_from_one_that_is_blocked() -> None:
-    blocked, end = threading.Event(), time.monotonic() + 5.0
+    found = threading.Event()
 
     def compute() -> None:
-        while time.monotonic() < end:
+        while not found.is_set():
             sum(range(10_000))
 
     def body(address: str, hung: dict[int, str]) -> None:
         pulses = [Pulse(), Pulse()]
-        threads = [in_thread(pulses[0], compute), in_thread(pulses[1], blocked.wait)]
+        threads = [in_thread(pulses[0], compute), in_thread(pulses[1], found.wait)]
         for rank, pulse in enumerate(pulses):
             send_beats(address, rank, pulse)
-        threads[0].join()
-        blocked.set()
+        wait_for_one(hung)
+        found.set()
+        for thread in threads:
+            thread.join()
 
     assert with_monitor(body) == {1: "drafter 0 made no progress for 2 s"}
 
 
 def test_a_thread_that_waits_for_its_device_is_judged_by_its_results_alone() -> None:
     """The driver may spin while it waits."""
-    end = time.monotonic() + 5.0
+    found = threading.Event()
 
     def spin(pulse: Pulse, slice_s: float) -> None:
-        while time.monotonic() < end:
+        while not found.is_set():
             with pulse.on_device():
                 until = time.monotonic() + slice_s
-                while time.monotonic() < min(until, end):
+                while time.monotonic() < until and not found.is_set():
                     pass
 
     def body(address: str, hung: dict[int, str]) -> None:
         pulses = [Pulse(), Pulse()]
         threads = [
-            in_thread(pulse, lambda pulse=pulse, s=s: spin(pulse, s)) for pulse, s in zip(pulses, (0.2, 9), strict=True)
+            in_thread(pulse, lambda pulse=pulse, s=s: spin(pulse, s))
+            for pulse, s in zip(pulses, (0.1, 99), strict=True)
         ]
         for rank, pulse in enumerate(pulses):
             send_beats(address, rank, pulse)
+        wait_for_one(hung)
+        found.set()
         for thread in threads:
             thread.join()
 
@@ -227,7 +239,7 @@ def test_a_rank_that_has_ended_is_not_reported_and_its_successor_is_watched() ->
         time.sleep(3.5)
         assert hung == {}
         with beats(address, beat):
-            time.sleep(4.0)
+            wait_for_one(hung)
 
     assert with_monitor(body) == {1: "drafter 0 gave no sign of life for 2 s"}
 

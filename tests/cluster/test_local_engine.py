@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +18,7 @@ import pytest
 
 import secateur
 from cluster.convert import engine_config
-from cluster.engine_client import DeadlyRequest, EngineClient
+from cluster.engine_client import EngineClient
 from cluster.local_engine import LocalEngine
 from cluster.local_service import local_service
 from cluster.rank_exits import EngineDead
@@ -29,7 +26,6 @@ from cluster.system.processes import wait_gone
 from cluster.system.progress import Progress
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
-from tests.support.fake_engine import FakeEngine
 from workers.comm.ipc import Submit, TokenChunk
 from workers.config import EngineConfig
 from workers.settings import SamplingSettings
@@ -40,7 +36,7 @@ needs_models = pytest.mark.skipif(not (BUNDLED / "target").is_dir(), reason="the
 
 
 def assert_gone(pids: list[int]) -> None:
-    assert wait_gone(pids, timeout_s=5.0) == []
+    assert wait_gone(pids, timeout_s=60.0) == []
 
 
 def listening(pid: int) -> list[str]:
@@ -56,213 +52,6 @@ async def collect(client: EngineClient, submit: Submit) -> list[TokenChunk]:
 @pytest.fixture
 def config() -> EngineConfig:
     return engine_config(EngineArgs.load({"max_num_seqs": 4, "max_model_len": 256}))
-
-
-# The client alone
-
-
-def with_fake(folder: Path, body: Callable[[EngineClient, FakeEngine], Awaitable[None]], **client: float) -> None:
-    async def main() -> None:
-        front = EngineClient(**client)
-        fake = FakeEngine(await front.listen(f"unix:{folder}/socket"), lambda submit: [[1, 2], [3], [4, 5, 6]])
-        await front.wait_ready(5)
-        try:
-            await body(front, fake)
-        finally:
-            await front.close()
-            fake.die()
-
-    asyncio.run(main())
-
-
-def test_each_step_is_one_chunk(tmp_path: Path) -> None:
-    async def body(client: EngineClient, fake: FakeEngine) -> None:
-        chunks = await collect(client, Submit(id=client.new_id(), prompt=[1], max_tokens=10))
-        assert [chunk.tokens for chunk in chunks] == [[1, 2], [3], [4, 5, 6]]
-        assert [chunk.finish_reason for chunk in chunks] == [None, None, "length"]
-        assert client.num_pending == 0
-
-    with_fake(tmp_path, body)
-
-
-def test_start_up_objects_are_frozen_once_the_engine_is_ready(tmp_path: Path) -> None:
-    async def body(client: EngineClient, fake: FakeEngine) -> None:
-        assert gc.get_freeze_count() > 10_000
-
-    gc.unfreeze()
-    assert gc.get_freeze_count() == 0
-    with_fake(tmp_path, body)
-
-
-def test_an_iterator_left_early_aborts_its_request(tmp_path: Path) -> None:
-    async def body(client: EngineClient, fake: FakeEngine) -> None:
-        fake.step_s = 0.3
-        chunks = client.submit(Submit(id=7, prompt=[1], max_tokens=10))
-        await anext(chunks)
-        await chunks.aclose()
-        assert client.num_pending == 0
-        async with asyncio.timeout(5):
-            while fake.aborted != [7]:
-                await asyncio.sleep(0.01)
-
-    with_fake(tmp_path, body)
-
-
-def test_a_finished_request_is_not_pending_even_if_unread(tmp_path: Path) -> None:
-    async def body(client: EngineClient, fake: FakeEngine) -> None:
-        chunks = client.submit(Submit(id=7, prompt=[1], max_tokens=10))
-        seen = [await anext(chunks)]
-        async with asyncio.timeout(5):
-            while client.num_pending:
-                await asyncio.sleep(0.01)
-        seen += [chunk async for chunk in chunks]
-        assert [chunk.tokens for chunk in seen] == [[1, 2], [3], [4, 5, 6]]
-        assert not fake.aborted
-
-    with_fake(tmp_path, body)
-
-
-def test_requests_go_on_in_the_next_engine(tmp_path: Path) -> None:
-    """Of two running requests one has gained tokens; a third one arrives while there is no engine."""
-    script = {1: [[1, 2], [3], [4, 5]], 2: [[7], [8]], 3: [[9]]}
-
-    def rest(submit: Submit) -> list[list[int]]:
-        done = len(submit.resumption.output) if submit.resumption else 0
-        tokens = [token for step in script[submit.id] for token in step]
-        return [[token] for token in tokens[done:]]
-
-    async def body(client: EngineClient, fake: FakeEngine) -> None:
-        fake.script, fake.step_s = lambda submit: list(script[submit.id]), 0.3
-        first = client.submit(Submit(id=1, prompt=[1], max_tokens=10))
-        tokens = list((await anext(first)).tokens)
-        second = asyncio.create_task(collect(client, Submit(id=2, prompt=[1], max_tokens=10)))
-        await asyncio.sleep(0.05)
-        fake.hold.set()
-        client.interrupt("verifier 0 was killed")
-        fake.die()
-        third = asyncio.create_task(collect(client, Submit(id=3, prompt=[1], max_tokens=10)))
-        await asyncio.sleep(0.05)
-        assert client.health() == (True, "requests wait for a new engine: verifier 0 was killed")
-        assert client.num_pending == 3
-        other = FakeEngine(await client.listen(f"unix:{tmp_path}/other"), rest)
-        await client.wait_ready(5)
-        tokens += [token for chunk in [chunk async for chunk in first] for token in chunk.tokens]
-        assert tokens == [1, 2, 3, 4, 5]
-        assert [chunk.tokens for chunk in await second] == [[7], [8]]
-        assert [chunk.tokens for chunk in await third] == [[9]]
-        told = {submit.id: submit.resumption and submit.resumption.output for submit in other.submitted}
-        assert told[1] in ([1, 2], [1, 2, 3]) and told[2] in (None, [7]) and told[3] is None
-        assert client.health() == (True, "") and client.num_pending == 0
-        other.die()
-
-    with_fake(tmp_path, body)
-
-
-def test_a_request_with_which_engine_after_engine_dies_fails_alone(tmp_path: Path) -> None:
-    async def body(client: EngineClient, fake: FakeEngine) -> None:
-        fake.hold.set()
-        waiting = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
-        for number in range(3):
-            await asyncio.sleep(0.05)
-            client.interrupt("verifier 0 was killed")
-            fake.die()
-            await asyncio.sleep(0.05)
-            assert waiting.done() == (number == 2)
-            fake = FakeEngine(await client.listen(f"unix:{tmp_path}/{number}"), lambda submit: [[1]])
-            fake.hold.set()
-            await client.wait_ready(5)
-        with pytest.raises(DeadlyRequest, match="3 engines have died with this request: verifier 0 was killed"):
-            await waiting
-        fake.hold.clear()
-        assert len(await collect(client, Submit(id=9, prompt=[1], max_tokens=10))) == 1
-        fake.die()
-
-    with_fake(tmp_path, body)
-
-
-def test_an_engine_that_dies_while_it_replaces_another_fails_its_start(tmp_path: Path) -> None:
-    async def body(client: EngineClient, fake: FakeEngine) -> None:
-        client.interrupt("verifier 0 was killed")
-        fake.die()
-        await client.listen(f"unix:{tmp_path}/other")
-        asyncio.get_running_loop().call_later(0.05, client.interrupt, "verifier 1 ran out of memory")
-        with pytest.raises(EngineDead, match="out of memory"):
-            await client.wait_ready(5)
-        client.fail("no engine starts")
-        with pytest.raises(EngineDead, match="no engine starts"):
-            await collect(client, Submit(id=1, prompt=[1], max_tokens=10))
-
-    with_fake(tmp_path, body)
-
-
-def test_a_dead_engine_fails_pending_and_later_requests(tmp_path: Path) -> None:
-    async def body(client: EngineClient, fake: FakeEngine) -> None:
-        fake.hold.set()
-        waiting = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
-        while client.num_pending == 0:
-            await asyncio.sleep(0.01)
-        await asyncio.to_thread(fake.die)
-        with pytest.raises(EngineDead, match="closed its connection"):
-            await waiting
-        assert not client.health().ok
-        with pytest.raises(EngineDead, match="closed its connection"):
-            await collect(client, Submit(id=2, prompt=[1], max_tokens=10))
-
-    with_fake(tmp_path, body, cause_wait_s=0.2)
-
-
-def test_the_report_of_the_dead_rank_is_waited_for(tmp_path: Path) -> None:
-    """The socket closes first; requests from before and after it get the watcher's reason."""
-
-    async def body(client: EngineClient, fake: FakeEngine) -> None:
-        fake.hold.set()
-        before = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
-        await asyncio.sleep(0.1)
-        await asyncio.to_thread(fake.die)
-        await asyncio.sleep(0.2)
-        after = asyncio.create_task(collect(client, Submit(id=2, prompt=[1], max_tokens=10)))
-        await asyncio.sleep(0.1)
-        assert not before.done() and not after.done()
-        client.fail("verifier 1 died")
-        for waiting in (before, after):
-            with pytest.raises(EngineDead, match="verifier 1 died"):
-                await asyncio.wait_for(waiting, 5)
-        assert client.dead == "verifier 1 died"
-
-    with_fake(tmp_path, body, cause_wait_s=30.0)
-
-
-@pytest.mark.parametrize("num_requests", [0, 1])
-def test_a_silent_engine_is_unhealthy_and_an_idle_one_is_not(tmp_path: Path, num_requests: int) -> None:
-    async def body(client: EngineClient, fake: FakeEngine) -> None:
-        await asyncio.sleep(1.5)
-        assert client.health().ok, "an idle engine says so"
-        fake.hold.set()
-        waiting = [
-            asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10))) for _ in range(num_requests)
-        ]
-        await asyncio.sleep(1.5)
-        assert re.match(rf"the engine is silent for \d+ s with {num_requests} requests", client.health().reason)
-        fake.hold.clear()
-        await asyncio.gather(*waiting)
-        await asyncio.sleep(0.2)
-        assert client.health().ok
-
-    with_fake(tmp_path, body, progress_timeout_s=1.0)
-
-
-def test_a_new_request_does_not_make_a_silent_engine_healthy(tmp_path: Path) -> None:
-    async def body(client: EngineClient, fake: FakeEngine) -> None:
-        fake.hold.set()
-        await asyncio.sleep(0.5)
-        waiting = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
-        await asyncio.sleep(0)
-        assert client.num_pending == 1
-        assert not client.health().ok
-        fake.hold.clear()
-        await waiting
-
-    with_fake(tmp_path, body, progress_timeout_s=0.3)
 
 
 # Real processes
@@ -320,8 +109,8 @@ def test_a_dead_or_hung_rank_stops_all_and_is_named(config: EngineConfig, killed
             await asyncio.sleep(0.05 if number == signal.SIGKILL else 1.0)  # a beat says that it serves
             os.kill(engine.pids[killed], number)
             with suppress(EngineDead):  # or it was done before
-                await asyncio.wait_for(waiting, 10 + HANG_S)
-            async with asyncio.timeout(10 + HANG_S):
+                await asyncio.wait_for(waiting, 60 + HANG_S)
+            async with asyncio.timeout(60 + HANG_S):
                 while client.dead is None:
                     await asyncio.sleep(0.05)
             role, pid = "drafter 0" if killed else "verifier 0", f"(pid {engine.pids[killed]})"
@@ -381,7 +170,7 @@ def test_a_step_that_takes_longer_than_the_hang_timeout_is_not_cut() -> None:
     args = {"max_model_len": 2048, "max_num_batched_tokens": 1 << 16, "no_speculation": True, "device": "cpu"}
     config = replace(engine_config(EngineArgs.load(args)), hang_timeout_s=2.0, enable_prefix_caching=False)
 
-    async def main() -> tuple[float, list[int]]:
+    async def main() -> list[int]:
         engine = LocalEngine(config)
         async with engine as client:
 
@@ -389,13 +178,16 @@ def test_a_step_that_takes_longer_than_the_hang_timeout_is_not_cut() -> None:
                 prompt = [300 + (7 * number + place) % 50 for place in range(2000)]
                 await collect(client, Submit(id=client.new_id(), prompt=prompt, max_tokens=1, ignore_eos=True))
 
-            await asyncio.gather(*map(ask, range(8)))
-            assert client.health() == (True, "") and client.dead is None
-            return client.stats.forward_seconds / client.stats.steps, engine.pids
+            for num_prompts in (8, 16, 32):  # as many as take long enough on this machine
+                before = replace(client.stats)
+                await asyncio.gather(*map(ask, range(num_prompts)))
+                assert client.health() == (True, "") and client.dead is None
+                steps = client.stats.steps - before.steps
+                if client.stats.forward_seconds - before.forward_seconds > steps * config.hang_timeout_s:
+                    return engine.pids
+        pytest.fail("no step took longer than the timeout")
 
-    seconds, pids = asyncio.run(main())
-    assert seconds > config.hang_timeout_s, "raise the number of prompts"
-    assert_gone(pids)
+    assert_gone(asyncio.run(main()))
 
 
 @needs_models

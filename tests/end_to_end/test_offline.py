@@ -6,7 +6,9 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -161,6 +163,22 @@ def test_nothing_is_left_of_an_engine_that_is_closed_or_forgotten() -> None:
     assert not own_children()
 
 
+@contextmanager
+def killed_in_a_step(llm: LLM, process: psutil.Process) -> Iterator[None]:
+    """Kill a process as soon as a request runs."""
+    client = llm._engine._service.engine
+
+    def kill() -> None:
+        while not client.stats.num_running:
+            time.sleep(0.01)
+        process.kill()
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    yield
+    killing.join()
+
+
 def test_a_lost_engine_is_replaced_and_changes_no_token() -> None:
     before = set(psutil.Process().children(recursive=True))
     params = SamplingParams(max_tokens=400, ignore_eos=True, seed=3)
@@ -168,9 +186,8 @@ def test_a_lost_engine_is_replaced_and_changes_no_token() -> None:
         expected = own.generate(PROMPTS * 8, params, use_tqdm=False)
         ranks = [child for child in psutil.Process().children(recursive=True) if child not in before]
         [verifier] = (rank for rank in ranks if rank.name() == "verifier 0")
-        threading.Timer(1.0, verifier.kill).start()
-        answers = own.generate(PROMPTS * 8, params, use_tqdm=False)
-        assert not verifier.is_running(), "it was killed in time"
+        with killed_in_a_step(own, verifier):
+            answers = own.generate(PROMPTS * 8, params, use_tqdm=False)
     assert [answer.outputs[0].token_ids for answer in answers] == [one.outputs[0].token_ids for one in expected]
 
 
@@ -184,8 +201,7 @@ def test_an_engine_that_cannot_be_replaced_is_an_error_now_and_later(monkeypatch
             raise RuntimeError("no device is left")
 
         monkeypatch.setattr(EngineProcesses, "start", fail)
-        threading.Timer(1.0, verifier.kill).start()
-        with pytest.raises(SecateurError, match="verifier 0"):
+        with killed_in_a_step(own, verifier), pytest.raises(SecateurError, match="verifier 0"):
             own.generate(PROMPTS * 40, SamplingParams(max_tokens=400, ignore_eos=True), use_tqdm=False)
         with pytest.raises(ServiceUnavailableError, match="verifier 0"):
             own.generate("a", use_tqdm=False)

@@ -15,7 +15,10 @@ COMMIT = "c" * 40
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Every `root/organisation/model` is a repository with one commit. `fetched` lists downloaded files in order."""
+    """Every `root/organisation/model` is a repository with one commit. `fetched` lists downloaded files in order.
+
+    Any revision is that commit; `revisions` holds those that were asked for.
+    """
 
     daemon_threads = True
 
@@ -23,6 +26,7 @@ class FakeHub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Answer)
         self.root = root
         self.fetched: list[str] = []
+        self.revisions: set[str] = set()
 
     @property
     def url(self) -> str:
@@ -38,6 +42,8 @@ class _Answer(BaseHTTPRequestHandler):
         match parts:
             case ["api", "models", organisation, model, *_]:
                 folder = self.server.root / organisation / model
+                if "revision" in parts:
+                    self.server.revisions.add(f"{organisation}/{model}:{parts[-1]}")
                 files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
                 if "tree" in parts:
                     found: object = [

@@ -1,4 +1,4 @@
-"""Limits on size and time of requests: raw sockets against the real uvicorn, with short limits."""
+"""Limits on size and time of requests: raw sockets against the real uvicorn, whose clock the tests set forward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import uvicorn
@@ -17,12 +17,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.http.limits import HttpLimits, LimitedProtocol
 from cluster.local_service import listening_socket
+from tests.support.fake_service import wait_for
 
-pytestmark = pytest.mark.slow  # limits on time have to pass
-
-LIMITS = HttpLimits(head_s=1.0, body_s=1.0, body_bytes_per_s=1000, body_bytes=1 << 20)
-PATIENCE_S = 10.0
-"""Far above every limit here, far below the tests' own."""
+LIMIT_S = 10_000.0
+"""Far above the time that any test takes: it passes on the server's clock alone."""
+LIMITS = HttpLimits(head_s=LIMIT_S, body_s=LIMIT_S, body_bytes_per_s=1, body_bytes=1 << 20)
+PATIENCE_S = 60.0
 
 
 async def read_bodies(scope: Scope, receive: Receive, send: Send) -> None:
@@ -30,7 +30,7 @@ async def read_bodies(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["path"] == "/stream":
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(8):
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(LIMIT_S / 4)
             await send({"type": "http.response.body", "body": b"x" * (1 << 18), "more_body": True})
         await send({"type": "http.response.body", "body": b"end"})
         return
@@ -46,22 +46,59 @@ async def read_bodies(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": str(size).encode()})
 
 
-class ShortProtocol(LimitedProtocol):
+class CountingProtocol(LimitedProtocol):
     limits = LIMITS
+    num_connections = num_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        CountingProtocol.num_connections += 1
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        CountingProtocol.num_bytes += len(data)
+
+
+class AheadLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock can be set forward."""
+
+    ahead_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead_s
+
+    def pass_time(self, seconds: float) -> None:
+        def forward() -> None:
+            self.ahead_s += seconds
+
+        self.call_soon_threadsafe(forward)
+
+
+class Served(NamedTuple):
+    port: int
+    loop: AheadLoop
 
 
 @contextmanager
-def serving(app: ASGIApp, protocol: type[asyncio.Protocol] = ShortProtocol) -> Iterator[int]:
-    """Run the app under uvicorn in a thread and yield its port."""
-    sock = listening_socket("127.0.0.1", 0)
-    config = uvicorn.Config(app, http=protocol, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+def serving(app: ASGIApp) -> Iterator[Served]:
+    """Run the app under uvicorn in a thread."""
+    sock, loop = listening_socket("127.0.0.1", 0), AheadLoop()
+    config = uvicorn.Config(
+        app, http=CountingProtocol, log_level="critical", lifespan="off", timeout_graceful_shutdown=1,
+        timeout_keep_alive=1 << 30,
+    )  # fmt: skip
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(server.serve(sockets=[sock]))
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)
     try:
-        yield sock.getsockname()[1]
+        yield Served(sock.getsockname()[1], loop)
     finally:
         server.should_exit = True
         thread.join(10)
@@ -69,22 +106,31 @@ def serving(app: ASGIApp, protocol: type[asyncio.Protocol] = ShortProtocol) -> I
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
+def served() -> Iterator[Served]:
     with serving(read_bodies) as found:
         yield found
 
 
 @pytest.fixture
-def client(port: int) -> Iterator[Callable[[], socket.socket]]:
+def client(served: Served) -> Iterator[Callable[[], socket.socket]]:
     sockets: list[socket.socket] = []
 
     def connect() -> socket.socket:
-        sockets.append(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S))
+        before = CountingProtocol.num_connections
+        sockets.append(socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE_S))
+        wait_for(lambda: CountingProtocol.num_connections > before)
         return sockets[-1]
 
     yield connect
     for sock in sockets:
         sock.close()
+
+
+def send_read(sock: socket.socket, data: bytes) -> None:
+    """Send, and wait until the server has read it."""
+    before = CountingProtocol.num_bytes
+    sock.sendall(data)
+    wait_for(lambda: CountingProtocol.num_bytes - before == len(data))
 
 
 def rest(sock: socket.socket) -> bytes:
@@ -122,8 +168,8 @@ def refusal(answer: bytes) -> tuple[int, dict[str, Any]]:
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 STREAM_END = b"end\r\n0\r\n\r\n"
-LATE_HEAD = "the headers were not complete within 1 s"
-LATE_BODY = "the body did not arrive in time: the limit is 1 s plus its size at 1000 bytes/s"
+LATE_HEAD = "the headers were not complete within 10000 s"
+LATE_BODY = "the body did not arrive in time: the limit is 10000 s plus its size at 1 bytes/s"
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
@@ -207,26 +253,16 @@ def test_headers_of_many_requests_sent_at_once_do_not_add_up(client: Callable[[]
     ],
 )
 def test_an_unfinished_request_is_closed_at_its_deadline(
-    client: Callable[[], socket.socket], begun: bytes, drip: bytes, told: str | None
+    served: Served, client: Callable[[], socket.socket], begun: bytes, drip: bytes, told: str | None
 ) -> None:
     """Further `drip` must not extend the deadline."""
     sock = client()
-    sock.sendall(begun)
-    stop = threading.Event()
-
-    def keep_dripping() -> None:
-        while drip and not stop.wait(0.1):
-            send_all(sock, drip)
-
-    dripping = threading.Thread(target=keep_dripping)
-    dripping.start()
-    began = time.monotonic()
-    try:
-        answer = rest(sock)
-    finally:
-        stop.set()
-        dripping.join()
-    assert time.monotonic() - began < PATIENCE_S
+    send_read(sock, begun)
+    for _ in range(2):
+        served.loop.pass_time(0.4 * LIMIT_S)
+        send_read(sock, drip)
+    served.loop.pass_time(0.3 * LIMIT_S)
+    answer = rest(sock)
     if told is None:
         assert answer == b""
     else:
@@ -234,47 +270,53 @@ def test_an_unfinished_request_is_closed_at_its_deadline(
         assert (status, error["message"], error["code"]) == (408, told, "request_timeout")
 
 
-def test_a_second_request_has_its_own_deadline(client: Callable[[], socket.socket]) -> None:
+def test_a_second_request_has_its_own_deadline(served: Served, client: Callable[[], socket.socket]) -> None:
     sock = client()
     for _ in range(3):
-        time.sleep(0.5)  # less than a limit each, more than one together
+        served.loop.pass_time(0.6 * LIMIT_S)  # less than a limit each, more than one together
         sock.sendall(GET)
         assert until(sock, b"\r\n\r\n0").startswith(b"HTTP/1.1 200")
-    sock.sendall(b"GET / HT")
+    send_read(sock, b"GET / HT")
+    served.loop.pass_time(1.1 * LIMIT_S)
     assert refusal(rest(sock))[0] == 408
 
 
-def test_a_body_at_the_required_rate_extends_its_deadline(client: Callable[[], socket.socket]) -> None:
-    sock = client()
-    sock.sendall(HEAD + b"Content-Length: 3000\r\n\r\n")
+def test_a_body_at_the_required_rate_extends_its_deadline(served: Served, client: Callable[[], socket.socket]) -> None:
+    sock, quarter = client(), int(0.75 * LIMIT_S)
+    sock.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % (4 * quarter))
     for _ in range(4):
-        time.sleep(0.5)
-        sock.sendall(b"a" * 750)
-    assert until(sock, b"\r\n\r\n3000").startswith(b"HTTP/1.1 200")
+        served.loop.pass_time(0.6 * LIMIT_S)
+        send_read(sock, b"a" * quarter)
+    assert until(sock, b"\r\n\r\n%d" % (4 * quarter)).startswith(b"HTTP/1.1 200")
 
 
-def test_an_unfinished_body_gets_no_second_response(
-    client: Callable[[], socket.socket],
-) -> None:
+def test_an_unfinished_body_gets_no_second_response(served: Served, client: Callable[[], socket.socket]) -> None:
     sock = client()
     sock.sendall(b"POST /early HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n")
-    answer = rest(sock)
+    answer = until(sock, b"\r\n\r\n0")
+    served.loop.pass_time(1.1 * LIMIT_S)
+    answer += rest(sock)
     assert answer.count(b"HTTP/1.1") == 1 and answer.startswith(b"HTTP/1.1 200")
 
 
-def test_slow_responses_and_slow_readers_have_no_deadline(client: Callable[[], socket.socket]) -> None:
+def test_slow_responses_and_slow_readers_have_no_deadline(served: Served, client: Callable[[], socket.socket]) -> None:
     sock = client()
-    sock.sendall(b"GET /stream HTTP/1.1\r\nHost: a\r\n\r\n")
-    time.sleep(3)
+    send_read(sock, b"GET /stream HTTP/1.1\r\nHost: a\r\n\r\n")
+    for _ in range(20):
+        served.loop.pass_time(0.3 * LIMIT_S)
+        time.sleep(0.01)  # the application sends what it can
     assert until(sock, STREAM_END).count(b"x") >= 8 << 18
 
 
 def test_the_next_request_has_no_deadline_while_a_response_is_pending(
-    client: Callable[[], socket.socket],
+    served: Served, client: Callable[[], socket.socket]
 ) -> None:
     sock = client()
-    sock.sendall(b"GET /stream HTTP/1.1\r\nHost: a\r\n\r\nGET / HT")
-    until(sock, STREAM_END)
+    send_read(sock, b"GET /stream HTTP/1.1\r\nHost: a\r\n\r\nGET / HT")
+    data = b""
+    while not data.endswith(STREAM_END):
+        served.loop.pass_time(0.3 * LIMIT_S)
+        data += sock.recv(1 << 18)
     sock.sendall(b"TP/1.1\r\nHost: a\r\n\r\n")
     assert until(sock, b"\r\n\r\n0").startswith(b"HTTP/1.1 200")
 
@@ -287,7 +329,8 @@ def test_a_late_body_disconnects_its_request_in_the_application() -> None:
             pass
         over.set()
 
-    with serving(wait_for_all) as port, socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as sock:
-        sock.sendall(HEAD + b"Content-Length: 1000\r\n\r\na")
+    with serving(wait_for_all) as own, socket.create_connection(("127.0.0.1", own.port), timeout=PATIENCE_S) as sock:
+        send_read(sock, HEAD + b"Content-Length: 1000\r\n\r\na")
+        own.loop.pass_time(1.1 * LIMIT_S)
         assert refusal(rest(sock))[0] == 408
         assert over.wait(PATIENCE_S)

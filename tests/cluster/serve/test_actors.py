@@ -108,7 +108,7 @@ def test_a_rank_starts_again_after_each_end_and_its_end_is_told(
             else:
                 assert not ended.done()
                 await own.kill(why)
-            exit = await asyncio.wait_for(ended, 5)
+            exit = await asyncio.wait_for(ended, 60)
             if why is None:
                 assert exit.kind is ExitKind.KILLED and f"(pid {pids[-1]}) was ended by SIGKILL" in exit.message
             elif why == "unused":

@@ -15,13 +15,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+import cluster.engine_client
 import cluster.serve.replica
 from cluster.engine_client import EngineClient, Health
 from cluster.engine_restart import EngineRestart
 from cluster.http.streaming import EventStream, cancel_on_disconnect
 from cluster.rank_exits import EngineDead
-from cluster.serve.replica import ClientDisconnects, Replica
-from tests.support.fake_engine import FakeEngine
+from cluster.serve.replica import TOKENIZER_GRACE_S, ClientDisconnects, Replica
+from tests.support.fake_engine import FakeEngine, StandingClock
 from workers.comm.ipc import Submit, TokenChunk
 
 
@@ -92,16 +93,17 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def test_a_hung_engine_is_replaced_and_its_requests_go_on(
     tmp_path: Path, exits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = EngineClient(progress_timeout_s=1.0)
+    clock = StandingClock()
+    monkeypatch.setattr(cluster.engine_client, "time", clock)
+    monkeypatch.setattr(cluster.serve.replica, "time", clock)
+    client = EngineClient(progress_timeout_s=2 * TOKENIZER_GRACE_S)
     replica = ReplicaOf(client, tmp_path)
     group = replica._worker_group
     await group.start(None)
-    await asyncio.sleep(0.2)  # collecting garbage at the end of the start took a while
     await replica.check_health()
-    monkeypatch.setattr(cluster.serve.replica, "TOKENIZER_GRACE_S", 0.2)
     replica._tokenizing.reason = "no text can be tokenized"
     await replica.check_health()
-    await asyncio.sleep(0.3)
+    clock.now += TOKENIZER_GRACE_S
     with pytest.raises(RuntimeError, match="no text can be tokenized"):
         await replica.check_health()
     replica._tokenizing.reason = ""
@@ -113,10 +115,14 @@ async def test_a_hung_engine_is_replaced_and_its_requests_go_on(
 
     group.engines[0].hold.set()
     waiting = asyncio.create_task(last_chunk(client, Submit(id=1, prompt=[1], max_tokens=10)))
-    await asyncio.sleep(1.5)
+    async with asyncio.timeout(60):
+        while not group.engines[0].submitted:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)  # what it said before is read
+    clock.now += 3 * TOKENIZER_GRACE_S
     await replica.check_health()
     assert "the engine is silent" in client.health().reason
-    assert (await asyncio.wait_for(waiting, 5)).tokens == [1]
+    assert (await asyncio.wait_for(waiting, 60)).tokens == [1]
     assert len(group.engines) == 2 and client.health() == (True, "")
     await replica.check_health()
     assert exits == [] and not group.is_closed
@@ -129,10 +135,10 @@ async def test_a_broken_connection_alone_replaces_the_engine(tmp_path: Path, exi
     group = ReplicaOf(client, tmp_path)._worker_group
     await group.start(None)
     group.engines[0].die()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while len(group.engines) < 2 or client.health() != (True, ""):
             await asyncio.sleep(0.02)
-    assert len(await asyncio.wait_for(collected(client), 5)) == 1 and exits == []
+    assert len(await asyncio.wait_for(collected(client), 60)) == 1 and exits == []
     await client.close()
     group.close()
 
@@ -150,7 +156,7 @@ async def test_a_replica_whose_engines_do_not_start_fails_its_requests_and_exits
     await asyncio.sleep(0.05)
     replica._engine_died("verifier 1 was killed")
     with pytest.raises(EngineDead, match="verifier 1 was killed"):
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 60)
     await asyncio.sleep(0.05)
     with pytest.raises(RuntimeError, match="verifier 1 was killed"):
         await replica.check_health()
@@ -222,7 +228,7 @@ async def test_a_stream_survives_serves_cancellation_of_its_disconnect_wait() ->
         events = source()
         await EventStream(events, events, {})(scope, receive, send)
 
-    await asyncio.wait_for(ClientDisconnects(app)({"type": "http"}, CancelledOnce(), ignore), 5)
+    await asyncio.wait_for(ClientDisconnects(app)({"type": "http"}, CancelledOnce(), ignore), 60)
     assert is_closed
 
 
@@ -236,7 +242,7 @@ async def test_a_disconnect_is_final() -> None:
         for _ in range(2):
             assert (await never(request=Request(scope, receive))).status_code == 499
 
-    await asyncio.wait_for(ClientDisconnects(app)({"type": "http"}, CancelledOnce(), ignore), 5)
+    await asyncio.wait_for(ClientDisconnects(app)({"type": "http"}, CancelledOnce(), ignore), 60)
 
 
 class CancelledOnce:

@@ -145,10 +145,10 @@ async def test_the_proxy_refuses_by_itself_while_the_replica_is_full(url: str) -
     assert all(each.headers["x-request-id"] == each.request.headers["x-request-id"] for each in refused)
     assert all(int(each.headers["retry-after"]) >= 1 and "x-secateur-replica" not in each.headers for each in refused)
     assert metric(url, "requests_rejected_total") - rejected <= 80 - 64 + 20, "the replica refused most of them"
-    wait_for(lambda: metric(url, "num_requests_running") + metric(url, "num_requests_waiting") == 0, 20)
+    wait_for(lambda: metric(url, "num_requests_running") + metric(url, "num_requests_waiting") == 0, 60)
     assert "x-secateur-replica" not in httpx2.get(f"{url}/health", timeout=10).headers
     one = completion | {"max_tokens": 1}
-    wait_for(lambda: httpx2.post(f"{url}/v1/completions", json=one, timeout=10).is_success, 10)
+    wait_for(lambda: httpx2.post(f"{url}/v1/completions", json=one, timeout=10).is_success, 60)
 
 
 @pytest.mark.parametrize("streamed", [True, False])
@@ -161,8 +161,8 @@ def test_a_disconnect_aborts_the_request(url: str, streamed: bool) -> None:
     else:
         with pytest.raises(httpx2.ReadTimeout):
             httpx2.post(f"{url}/v1/completions", json=body, timeout=httpx2.Timeout(20, read=1))
-    wait_for(lambda: metric(url, "request_success_total", finished_reason="abort") == aborted + 1, 10)
-    wait_for(lambda: metric(url, "num_requests_running") == 0, 10)
+    wait_for(lambda: metric(url, "request_success_total", finished_reason="abort") == aborted + 1, 60)
+    wait_for(lambda: metric(url, "num_requests_running") == 0, 60)
 
 
 def test_clients_do_not_notice_a_killed_drafter_and_another_one_takes_its_place(url: str) -> None:
@@ -171,11 +171,11 @@ def test_clients_do_not_notice_a_killed_drafter_and_another_one_takes_its_place(
     wanted = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(httpx2.post, f"{url}/v1/completions", json=body, timeout=60) for _ in range(8)]
-        wait_for(lambda: metric(url, "num_requests_running") == 8, 20)
+        wait_for(lambda: metric(url, "num_requests_running") == 8, 60)
         drafter = psutil.Process(ranks[2]["pid"])
         with suspended(drafter.parent()):  # who would start the next drafter within half a second
             drafter.kill()
-            wait_for(lambda: metric(url, "num_drafter_losses_total") == 1, 4)
+            wait_for(lambda: metric(url, "num_drafter_losses_total") == 1, 60)
             health = httpx2.get(f"{url}/health", timeout=10)
         assert health.status_code == 200 and health.json()["status"] == "degraded"
         assert "lost drafter 0" in health.json()["reason"]
@@ -277,9 +277,9 @@ def test_clients_see_only_a_pause_when_a_verifier_is_lost(url: str, lost: int, n
             lines = (line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: "))
             events.append(json.loads(next(lines)))
             answers = [pool.submit(ask, body) for body in bodies[1:]]
-            wait_for(lambda: metric(url, "num_requests_waiting") > 0, 20)
+            wait_for(lambda: metric(url, "num_requests_waiting") > 0, 60)
             os.kill(ranks[lost]["pid"], number)
-            wait_for(lambda: "wait for a new engine" in httpx2.get(f"{url}/health", timeout=10).text, 30)
+            wait_for(lambda: "wait for a new engine" in httpx2.get(f"{url}/health", timeout=10).text, 60)
             late = pool.submit(ask, bodies[0])
             events += [json.loads(line) for line in lines if line != "[DONE]"]
         assert "".join(event["choices"][0]["text"] for event in events) == wanted[0]

@@ -59,7 +59,15 @@ def test_every_float8_value_is_rounded_as_when_it_is_dequantized(dtype: torch.dt
 @pytest.mark.parametrize("num_rows", [0, 1, 16, 17, 33, 64, 65, 150])
 @pytest.mark.parametrize(
     ("num_outputs", "num_inputs", "block"),
-    [(64, 128, 128), (1, 32, 32), (130, 200, 128), (97, 90, 64), (65, 384, 256), (70, 2304, 128), (33, 3089, 128)],
+    [
+        (64, 128, 128),
+        (1, 32, 32),
+        (130, 200, 128),
+        (97, 90, 64),
+        (65, 384, 256),
+        pytest.param(70, 2304, 128, marks=pytest.mark.slow),
+        pytest.param(33, 3089, 128, marks=pytest.mark.slow),
+    ],
 )
 def test_a_product_equals_that_with_the_dequantized_weight(
     kernels: Kernels, dtype: torch.dtype, num_rows: int, num_outputs: int, num_inputs: int, block: int

@@ -84,6 +84,13 @@ def test_cached_files_are_not_downloaded_again_and_need_no_hub(hub: FakeHub, mon
     assert start(model="org/llama") == first
 
 
+def test_a_revision_is_that_of_the_model_and_of_its_tokenizer(hub: FakeHub) -> None:
+    publish(hub, "org/llama")
+    publish(hub, "org/words")
+    start(model="org/llama", tokenizer="org/words", revision="v2")
+    assert {name for name in hub.revisions if not name.endswith(COMMIT)} == {"org/llama:v2", "org/words:v2"}
+
+
 @pytest.mark.parametrize(
     ("config", "fields", "told"),
     [

@@ -1,0 +1,244 @@
+"""The front's end of an engine: requests, losses and health, with an engine that follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from cluster import engine_client
+from cluster.engine_client import DeadlyRequest, EngineClient
+from cluster.rank_exits import EngineDead
+from tests.support.fake_engine import FakeEngine, StandingClock
+from workers.comm.ipc import Abort, Submit, TokenChunk
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> StandingClock:
+    clock = StandingClock()
+    monkeypatch.setattr(engine_client, "time", clock)
+    return clock
+
+
+async def collect(client: EngineClient, submit: Submit) -> list[TokenChunk]:
+    return [chunk async for chunk in client.submit(submit)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def with_fake(folder: Path, body: Callable[[EngineClient, FakeEngine], Awaitable[None]], **client: float) -> None:
+    async def main() -> None:
+        front = EngineClient(**client)
+        fake = FakeEngine(await front.listen(f"unix:{folder}/socket"), lambda submit: [[1, 2], [3], [4, 5, 6]])
+        await front.wait_ready(60)
+        try:
+            await body(front, fake)
+        finally:
+            await front.close()
+            fake.die()
+
+    asyncio.run(main())
+
+
+def test_each_step_is_one_chunk(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        chunks = await collect(client, Submit(id=client.new_id(), prompt=[1], max_tokens=10))
+        assert [chunk.tokens for chunk in chunks] == [[1, 2], [3], [4, 5, 6]]
+        assert [chunk.finish_reason for chunk in chunks] == [None, None, "length"]
+        assert client.num_pending == 0
+
+    with_fake(tmp_path, body)
+
+
+def test_start_up_objects_are_frozen_once_the_engine_is_ready(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        assert gc.get_freeze_count() > 10_000
+
+    gc.unfreeze()
+    assert gc.get_freeze_count() == 0
+    with_fake(tmp_path, body)
+
+
+def test_an_iterator_left_early_aborts_its_request(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        fake.step_s = 0.3
+        chunks = client.submit(Submit(id=7, prompt=[1], max_tokens=10))
+        await anext(chunks)
+        await chunks.aclose()
+        assert client.num_pending == 0
+        await until(lambda: fake.aborted == [7])
+
+    with_fake(tmp_path, body)
+
+
+def test_a_finished_request_is_not_pending_even_if_unread(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        chunks = client.submit(Submit(id=7, prompt=[1], max_tokens=10))
+        seen = [await anext(chunks)]
+        await until(lambda: not client.num_pending)
+        seen += [chunk async for chunk in chunks]
+        assert [chunk.tokens for chunk in seen] == [[1, 2], [3], [4, 5, 6]]
+        assert not fake.aborted
+
+    with_fake(tmp_path, body)
+
+
+def test_requests_go_on_in_the_next_engine(tmp_path: Path) -> None:
+    """Of two running requests one has gained tokens; a third one arrives while there is no engine."""
+    script = {1: [[1, 2], [3], [4, 5]], 2: [[7], [8]], 3: [[9]]}
+
+    def rest(submit: Submit) -> list[list[int]]:
+        done = len(submit.resumption.output) if submit.resumption else 0
+        tokens = [token for step in script[submit.id] for token in step]
+        return [[token] for token in tokens[done:]]
+
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        fake.script, fake.step_s = lambda submit: list(script[submit.id]), 0.3
+        first = client.submit(Submit(id=1, prompt=[1], max_tokens=10))
+        tokens = list((await anext(first)).tokens)
+        second = asyncio.create_task(collect(client, Submit(id=2, prompt=[1], max_tokens=10)))
+        await asyncio.sleep(0.05)
+        fake.hold.set()
+        client.interrupt("verifier 0 was killed")
+        fake.die()
+        third = asyncio.create_task(collect(client, Submit(id=3, prompt=[1], max_tokens=10)))
+        await asyncio.sleep(0.05)
+        assert client.health() == (True, "requests wait for a new engine: verifier 0 was killed")
+        assert client.num_pending == 3
+        other = FakeEngine(await client.listen(f"unix:{tmp_path}/other"), rest)
+        await client.wait_ready(60)
+        tokens += [token for chunk in [chunk async for chunk in first] for token in chunk.tokens]
+        assert tokens == [1, 2, 3, 4, 5]
+        assert [chunk.tokens for chunk in await second] == [[7], [8]]
+        assert [chunk.tokens for chunk in await third] == [[9]]
+        told = {submit.id: submit.resumption and submit.resumption.output for submit in other.submitted}
+        assert told[1] in ([1, 2], [1, 2, 3]) and told[2] in (None, [7]) and told[3] is None
+        assert client.health() == (True, "") and client.num_pending == 0
+        other.die()
+
+    with_fake(tmp_path, body)
+
+
+def test_a_request_with_which_engine_after_engine_dies_fails_alone(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        fake.hold.set()
+        waiting = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
+        for number in range(3):
+            await asyncio.sleep(0.05)
+            client.interrupt("verifier 0 was killed")
+            fake.die()
+            await asyncio.sleep(0.05)
+            assert waiting.done() == (number == 2)
+            fake = FakeEngine(await client.listen(f"unix:{tmp_path}/{number}"), lambda submit: [[1]])
+            fake.hold.set()
+            await client.wait_ready(60)
+        with pytest.raises(DeadlyRequest, match="3 engines have died with this request: verifier 0 was killed"):
+            await waiting
+        fake.hold.clear()
+        assert len(await collect(client, Submit(id=9, prompt=[1], max_tokens=10))) == 1
+        fake.die()
+
+    with_fake(tmp_path, body)
+
+
+def test_an_engine_that_dies_while_it_replaces_another_fails_its_start(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        client.interrupt("verifier 0 was killed")
+        fake.die()
+        await client.listen(f"unix:{tmp_path}/other")
+        asyncio.get_running_loop().call_later(0.05, client.interrupt, "verifier 1 ran out of memory")
+        with pytest.raises(EngineDead, match="out of memory"):
+            await client.wait_ready(60)
+        client.fail("no engine starts")
+        with pytest.raises(EngineDead, match="no engine starts"):
+            await collect(client, Submit(id=1, prompt=[1], max_tokens=10))
+
+    with_fake(tmp_path, body)
+
+
+def test_a_dead_engine_fails_pending_and_later_requests(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        fake.hold.set()
+        waiting = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
+        while client.num_pending == 0:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(fake.die)
+        with pytest.raises(EngineDead, match="closed its connection"):
+            await waiting
+        assert not client.health().ok
+        with pytest.raises(EngineDead, match="closed its connection"):
+            await collect(client, Submit(id=2, prompt=[1], max_tokens=10))
+
+    with_fake(tmp_path, body, cause_wait_s=0.2)
+
+
+def test_the_report_of_the_dead_rank_is_waited_for(tmp_path: Path) -> None:
+    """The socket closes first; requests from before and after it get the watcher's reason."""
+
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        fake.hold.set()
+        before = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(fake.die)
+        await asyncio.sleep(0.2)
+        after = asyncio.create_task(collect(client, Submit(id=2, prompt=[1], max_tokens=10)))
+        await asyncio.sleep(0.1)
+        assert not before.done() and not after.done()
+        client.fail("verifier 1 died")
+        for waiting in (before, after):
+            with pytest.raises(EngineDead, match="verifier 1 died"):
+                await asyncio.wait_for(waiting, 60)
+        assert client.dead == "verifier 1 died"
+
+    with_fake(tmp_path, body, cause_wait_s=30.0)
+
+
+async def silent(client: EngineClient, fake: FakeEngine, clock: StandingClock, seconds: float) -> None:
+    """Let the engine hang, and so much time pass."""
+    fake.hold.set()
+    client._send(Abort(id=0))
+    await until(lambda: 0 in fake.aborted)
+    await asyncio.sleep(0.05)  # what it said before is read
+    clock.now += seconds
+
+
+@pytest.mark.parametrize("num_requests", [0, 1])
+def test_a_silent_engine_is_unhealthy_and_an_idle_one_is_not(
+    tmp_path: Path, clock: StandingClock, num_requests: int
+) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        clock.now += 1.5
+        await until(lambda: client.health().ok)  # an idle engine says so
+        fake.hold.set()
+        waiting = [
+            asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10))) for _ in range(num_requests)
+        ]
+        await silent(client, fake, clock, 1.0)
+        assert client.health().ok
+        clock.now += 1.0
+        assert client.health() == (False, f"the engine is silent for 2 s with {num_requests} requests pending")
+        fake.hold.clear()
+        await asyncio.gather(*waiting)
+        await until(lambda: client.health().ok)
+
+    with_fake(tmp_path, body, progress_timeout_s=1.0)
+
+
+def test_a_new_request_does_not_make_a_silent_engine_healthy(tmp_path: Path, clock: StandingClock) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        await silent(client, fake, clock, 1.5)
+        waiting = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
+        await asyncio.sleep(0)
+        assert client.num_pending == 1
+        assert not client.health().ok
+        fake.hold.clear()
+        await waiting
+
+    with_fake(tmp_path, body, progress_timeout_s=1.0)
