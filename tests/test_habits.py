@@ -68,30 +68,35 @@ def test_the_check_accepts_a_test_that_can_fail(body):
     assert silent_tests(source, {"compare"}) == []
 
 
-def reads_a_clock(node: ast.AST, names: set[str]) -> bool:
-    """Return whether an expression calls `time.monotonic()` or the like, or has one of these names."""
-    for part in ast.walk(node):
-        if isinstance(part, ast.Name) and part.id in names:
-            return True
-        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr in CLOCKS:
-            if isinstance(part.func.value, ast.Name) and part.func.value.id == "time":
-                return True
-    return False
+def is_clock(node: ast.AST) -> bool:
+    """Return whether a node is a call of `time.monotonic` or the like."""
+    called = getattr(node, "func", None)
+    return isinstance(called, ast.Attribute) and called.attr in CLOCKS and getattr(called.value, "id", "") == "time"
+
+
+def tells_elapsed(node: ast.AST, names: set[str]) -> bool:
+    """Return whether an expression subtracts from what a clock shows, or has one of these names."""
+    return any(
+        (isinstance(part, ast.Name) and part.id in names)
+        or (isinstance(part, ast.BinOp) and isinstance(part.op, ast.Sub) and is_clock(part.left))
+        for part in ast.walk(node)
+    )
 
 
 def asserts_on_time(source: str) -> list[int]:
-    """Return the lines of assertions on what a clock showed, but for those that end a wait: `now < deadline`."""
-    lines = []
+    """Return the lines of assertions on how long something took. `now < deadline` may end a wait."""
+    lines = set()
     for function in functions_of(ast.parse(source)):
         names: set[str] = set()
         for node in ast.walk(function):
-            if isinstance(node, ast.Assign) and reads_a_clock(node.value, names):
-                names |= {part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)}
-        for node in ast.walk(function):
-            if isinstance(node, ast.Assert) and reads_a_clock(node.test, names - {"deadline"}):
-                own = {part.id for part in ast.walk(node.test) if isinstance(part, ast.Name)}
-                lines += [] if "deadline" in own else [node.lineno]
-    return sorted(set(lines))
+            if isinstance(node, ast.Assign) and tells_elapsed(node.value, set()):
+                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        lines |= {
+            node.lineno
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assert) and tells_elapsed(node.test, names)
+        }
+    return sorted(lines)
 
 
 def test_no_test_asserts_on_elapsed_time():
