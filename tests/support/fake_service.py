@@ -46,14 +46,15 @@ class FakeService:
         """Report the death of a rank, as the watcher of an engine's ranks does."""
         self.loop.call_soon_threadsafe(self.client.fail, reason)
 
-    def leave(self, path: str, body: dict[str, Any]) -> None:
-        """Send a request and disconnect as soon as all of its prompts are in the engine."""
-        expected = len(self.engine.submitted) + (len(body["prompt"]) if isinstance(body["prompt"], list) else 1)
+    def leave(self, path: str, body: dict[str, Any], when: Callable[[], bool] | None = None) -> None:
+        """Send a request and disconnect `when` something is so; by default, when all its prompts are in the engine."""
+        prompt, before = body.get("prompt"), len(self.engine.submitted)
+        expected = before + (len(prompt) if isinstance(prompt, list) else 1)
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
         with socket.create_connection(("127.0.0.1", int(self.url.rsplit(":", 1)[1]))) as leaver:
             leaver.sendall(f"{head}\r\n\r\n".encode() + content)
-            wait_for(lambda: len(self.engine.submitted) == expected)
+            wait_for(when or (lambda: len(self.engine.submitted) == expected))
 
     def http(self, **options: Any) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=60, **options)
