@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import secateur
-from cluster.http.metrics import Metrics, RequestTimes
+from cluster.http.metrics import Metrics, RequestTimes, descriptions
 from cluster.http.openai_format import total_usage
 from cluster.http.output_processor import Generation
 from cluster.http.tokenizer import Tokenizer
@@ -78,3 +78,17 @@ def test_the_time_per_output_token_is_that_of_the_tokens_behind_the_first(
         )
     }  # fmt: skip
     assert list(found.values()) == [2.0, 1.0, 6.0, 7.0, 9.0, 5, num_tokens, 7, mean_s]
+    ended = {
+        reason: metrics.registry.get_sample_value(
+            "secateur_request_success_total", COMMON | {"finished_reason": reason}
+        )
+        for reason in ("stop", "length", "abort", "error")
+    }
+    assert ended == {"stop": 0, "length": 1, "abort": 0, "error": 0}
+
+
+def test_metrics_are_described_as_they_are_exported(metrics: Metrics) -> None:
+    metrics.observe_http("GET", "/health", 200, 0.5)
+    exported = {family.name: (family.type, family.documentation) for family in metrics.registry.collect()}
+    described = {each.name: (each.kind, each.text) for each in descriptions()}
+    assert len(described) > 40 and described.items() - exported.items() == set()

@@ -82,6 +82,8 @@ def test_changed_limits_apply_at_once_and_forget_nothing_that_was_used(clock: Cl
     assert [waits(caller(requests_per_minute=60)) for _ in range(50)] == [0] * 50
     assert [waits(caller(requests_per_minute=5)) for _ in range(6)] == [0] * 5 + [12]
     assert waits(caller()) == 0
+    caller(tokens_per_minute=60).charge(generation_tokens=100)
+    assert waits(caller(tokens_per_minute=120)) == 21, "40 in debt"
     other = ApiKey(key="other")
     callers.of(other, (other,))
     assert [waits(caller(requests_per_minute=5)) for _ in range(6)] == [0] * 5 + [12], "a removed key is forgotten"
