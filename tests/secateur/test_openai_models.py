@@ -19,6 +19,7 @@ from secateur.requests import (
     SamplingRequest,
     StreamOptions,
     TokenizeRequest,
+    listed,
 )
 from secateur.responses import (
     AssistantMessage,
@@ -277,6 +278,32 @@ def test_an_assistant_who_calls_or_refuses_needs_no_content(calls):
 def test_stop_is_one_text_or_many():
     assert completion(stop="x").stop_strings == ("x",)
     assert completion(stop=["x", "y"]).stop_strings == ("x", "y")
+
+
+def test_unknown_fields_of_nested_objects_are_named_with_their_place():
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "zeta": 1}, "eta": 1}
+    request = chat(response_format=schema, stream=True, stream_options={"theta": 1})
+    assert request.ignored() == ["response_format.eta", "response_format.json_schema.zeta", "stream_options.theta"]
+    assert chat(response_format={"type": "json_object", "eta": 1}).ignored() == ["response_format.eta"]
+    request = completion(structured_outputs={"choice": ["a"], "iota": 1})
+    assert request.ignored() == ["structured_outputs.iota"]
+
+
+def test_two_structures_are_named():
+    problem = refusal(completion, structured_outputs={"choice": ["a"], "regex": "b"})
+    assert problem.field == "structured_outputs" and "regex, choice" in problem.message
+
+
+def test_a_models_defaults_fill_what_a_request_leaves_out():
+    request = completion(top_p=0.5).filled({"temperature": 0.0, "top_p": 0.25, "top_k": 7})
+    assert (request.temperature, request.top_p, request.top_k, request.min_p) == (0.0, 0.5, 7, completion().min_p)
+    with pytest.raises(ConfigError):
+        completion(n=2).filled({"temperature": 0.0})
+
+
+@pytest.mark.parametrize(("number", "ends"), [(19, "18"), (20, "19"), (21, "19, and 1 more")])
+def test_a_list_of_more_than_20_says_how_many_more_there_are(number, ends):
+    assert listed(map(str, range(number))).endswith(f" {ends}")
 
 
 def test_unknown_fields_are_kept_and_named():
