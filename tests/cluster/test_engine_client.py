@@ -242,3 +242,22 @@ def test_a_new_request_does_not_make_a_silent_engine_healthy(tmp_path: Path, clo
         await waiting
 
     with_fake(tmp_path, body, progress_timeout_s=1.0)
+
+
+def test_the_average_time_of_requests_moves_by_a_part_of_what_the_last_one_took(
+    tmp_path: Path, clock: StandingClock
+) -> None:
+    """On a clock that shows a second more with every step."""
+
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        def tick() -> None:
+            clock.now += 1
+
+        fake.before_step = tick
+        await collect(client, Submit(id=1, prompt=[1], max_tokens=10))
+        assert client.service_s == 3
+        fake.script = lambda submit: [[1]]
+        await collect(client, Submit(id=2, prompt=[1], max_tokens=10))
+        assert client.service_s == 3 - 2 * engine_client.SERVICE_WEIGHT
+
+    with_fake(tmp_path, body)
