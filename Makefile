@@ -85,11 +85,10 @@ gpu: ## tests and benchmarks on a CUDA machine, what is worth most in 25 minutes
 	PYTHONPATH=. $(PYTHON) -m tests.gpu.run --output $(RESULTS)
 
 bench: export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
-bench: $(VENV)/.installed-test ## measure acceptance, speed, the parts of a step, a service and predictions (some three hours)
+bench: $(VENV)/.installed-test ## measure acceptance, speed, the parts of a step, and a service (some three hours)
 	$(BIN)/python -m tests.bench.pruning
 	$(BIN)/python -m tests.bench.sampler --prompts 30 --rounds 4 --temperatures 0.3 0.5 0.7
 	$(BIN)/python -m tests.bench.sampler --target-cost 300m --prompts 12 --rounds 4
-	$(BIN)/python -m tests.bench.planner --rounds 3
 	$(BIN)/python -m tests.bench.structured
 	$(BIN)/secateur bench acceptance --concurrency 16 --output $(RESULTS)
 	$(BIN)/secateur bench latency --output $(RESULTS)

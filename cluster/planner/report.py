@@ -1,13 +1,10 @@
-"""`secateur plan`: the printed report or its JSON. Only a profile starts an engine."""
+"""`secateur plan`: the printed report or its JSON. Starts nothing."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from cluster.convert import engine_config, visible_gpus
 from cluster.planner.memory import model_shards
@@ -15,21 +12,15 @@ from cluster.planner.topology import describe
 from cluster.rank_placement import num_bundles
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
-from secateur.plan import PlanRequest
+from secateur.plan import Hardware, PlanRequest
 from workers.config import EngineConfig
 
 if TYPE_CHECKING:
-    from cluster.planner.fleet import Fleet
-    from cluster.planner.forecast import BatchForecast, Forecast
-    from cluster.planner.predict import Prediction
-
-Say = Callable[[str], None]
-
-PERCENTILES = (50, 90, 99)
+    from cluster.planner.forecast import BatchForecast, Forecast, Prediction
 
 
-def run(args: EngineArgs, request: PlanRequest, *, as_json: bool = False, say: Say = print) -> str:
-    """Return the report. Raises ConfigError before an engine is started, EngineDead while it is profiled."""
+def run(args: EngineArgs, request: PlanRequest, *, as_json: bool = False) -> str:
+    """Return the report. Raises ConfigError."""
     if request.hardware is not None:
         if args.device == "cpu":
             raise ConfigError(Problem("--hardware", "describes a GPU, and the device is cpu; keep one of the two"))
@@ -41,14 +32,14 @@ def run(args: EngineArgs, request: PlanRequest, *, as_json: bool = False, say: S
     except ValueError as error:  # files that cannot be read
         raise ConfigError(str(error)) from error
     topology = describe(args.model_id, config, shards)
-    forecast = None
-    if request.predicts:
-        from cluster.planner.forecast import predict_engine  # imports torch, which a topology may do without
+    if request.hardware is None:
+        return json.dumps({"topology": topology.splitlines()}, indent=1) if as_json else topology
+    from cluster.planner.forecast import predict_engine  # imports torch, which a topology may do without
 
-        forecast = predict_engine(args, request, config, shards, say)
+    forecast = predict_engine(request, config, shards)
     if as_json:
-        return json.dumps({"topology": topology.splitlines(), **(_json(forecast) if forecast else {})}, indent=1)
-    return "\n\n".join([topology, *(_text(forecast, config) if forecast else [])])
+        return json.dumps({"topology": topology.splitlines(), **_json(forecast, request.hardware)}, indent=1)
+    return "\n\n".join([topology, *_text(forecast, request.hardware, config)])
 
 
 # -- as text ---------------------------------------------------------------------------------------------------------
@@ -56,16 +47,10 @@ def run(args: EngineArgs, request: PlanRequest, *, as_json: bool = False, say: S
 _COLUMNS = (6, 7, 13, 10, 9, 8, 10, 8, 11, 11, 12, 9)
 
 
-def _text(forecast: Forecast, config: EngineConfig) -> list[str]:
-    table = forecast.table
-    how = {
-        "measured": f"measured on {table.hardware or 'some machine'}",
-        "predicted": f"PREDICTED for {table.hardware} from published figures and assumptions; nothing was measured",
-        "given": f"given{' for ' + table.hardware if table.hardware else ''}",
-    }[table.source]
-    error = f" (median error of a step {table.fit_error:.0%})" if table.fit_error is not None else ""
+def _text(forecast: Forecast, hardware: Hardware, config: EngineConfig) -> list[str]:
     head = [
-        f"costs    {how}{error}; acceptance {forecast.accepted_from}",
+        f"costs    PREDICTED for {hardware.name} from published figures and assumptions; nothing was measured; "
+        f"acceptance {forecast.accepted_from}",
         f"batch    at most {forecast.batch_limit.batch} requests ({forecast.batch_limit.reason})",
         f"decoding behind {forecast.batches[0].off.context:g} tokens each:",
     ]
@@ -77,8 +62,6 @@ def _text(forecast: Forecast, config: EngineConfig) -> list[str]:
     parts = ["\n".join(head), "\n".join(row.rstrip() for row in rows)]
     if config.draft is not None and config.device == "cuda":
         parts.append(_placements(forecast, config))
-    if forecast.fleet is not None:
-        parts.append(_fleet_text(forecast.fleet))
     return parts
 
 
@@ -109,36 +92,12 @@ def _placements(forecast: Forecast, config: EngineConfig) -> str:
     return f"devices  at batch {batch.off.batch}: " + "; ".join([*parts, plain])
 
 
-def _fleet_text(fleet: Fleet) -> str:
-    lines = [
-        f"fleet    {fleet.num_replicas} replicas, {fleet.num_devices} devices; {len(fleet.finish_J)} requests in "
-        f"{fleet.seconds:.1f} s (simulated)",
-        f"         {fleet.tokens_per_second:.4g} tokens/s, {fleet.per_device:.4g} per device; busy "
-        f"{fleet.utilisation:.0%}, then {fleet.mean_batch:.1f} requests decode at a time",
-        "".join(name.rjust(12) for name in ("ms", *(f"p{p}" for p in PERCENTILES), "mean")),
-    ]
-    for name, values in _latencies(fleet).items():
-        lines.append("".join(cell.rjust(12) for cell in (name, *(f"{1e3 * value:.1f}" for value in values.values()))))
-    return "\n".join(lines)
-
-
-def _latencies(fleet: Fleet) -> dict[str, dict[str, float]]:
-    """Return TTFT, TPOT and E2E percentiles in seconds."""
-    seen = {"TTFT": fleet.ttft_J, "TPOT": fleet.tpot_J, "E2E": fleet.e2e_J}
-    return {
-        name: {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES} | {"mean": float(values.mean())}
-        for name, values in seen.items()
-        if len(values)
-    }
-
-
 # -- as JSON ---------------------------------------------------------------------------------------------------------
 
 
-def _json(forecast: Forecast) -> dict[str, Any]:
-    fleet = forecast.fleet
+def _json(forecast: Forecast, hardware: Hardware) -> dict[str, Any]:
     return {
-        "costs": forecast.table.model_dump(mode="json"),
+        "hardware": hardware.model_dump(mode="json"),
         "acceptance": forecast.accepted_from,
         "max_batch": forecast.batch_limit.batch,
         "max_batch_reason": forecast.batch_limit.reason,
@@ -147,7 +106,6 @@ def _json(forecast: Forecast) -> dict[str, Any]:
             {"off": _prediction(batch.off), "on": _prediction(batch.on) if batch.on else None, "speedup": batch.speedup}
             for batch in forecast.batches
         ],
-        "fleet": None if fleet is None else _fleet_json(fleet),
     }
 
 
@@ -166,18 +124,4 @@ def _prediction(p: Prediction) -> dict[str, float]:
         "tokens_per_second": p.tokens_per_second,
         "tokens_per_second_per_request": p.per_request,
         "tokens_per_second_per_device": p.per_device,
-    }
-
-
-def _fleet_json(fleet: Fleet) -> dict[str, Any]:
-    return {
-        "replicas": fleet.num_replicas,
-        "devices": fleet.num_devices,
-        "requests": len(fleet.finish_J),
-        "seconds": fleet.seconds,
-        "tokens_per_second": fleet.tokens_per_second,
-        "tokens_per_second_per_device": fleet.per_device,
-        "utilisation": fleet.utilisation,
-        "mean_batch": fleet.mean_batch,
-        "seconds_of": _latencies(fleet),
     }

@@ -1,4 +1,4 @@
-"""A cost table from the roofline model (Williams et al. 2009), for hardware where nothing was measured.
+"""Step times from the roofline model (Williams et al. 2009), for hardware where nothing was measured.
 
 `secateur.plan.Hardware` assumes the fraction of peak bandwidth and arithmetic that kernels reach, and the fixed times.
 The matrices of a forward with n rows take the longer of reading and multiplying:
@@ -15,69 +15,60 @@ row, cached token and attention width; a fixed time per layer; and with T ranks 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cluster.planner.memory import ModelShard
-from secateur.plan import CostTable, DraftCostTable, Hardware, VerifyCostTable
+from secateur.plan import Hardware
 from workers.config import EngineConfig
 
-_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-_NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """The parts of a step in milliseconds; they follow one another, as in the engine."""
+
+    verify_ms: float
+    draft_ms: float
+    transfer_ms: float
+    host_ms: float
+
+    @property
+    def ms(self) -> float:
+        """The whole step."""
+        return self.verify_ms + self.draft_ms + self.transfer_ms + self.host_ms
 
 
-def cost_table(config: EngineConfig, shards: Sequence[ModelShard], hardware: Hardware) -> CostTable:
-    """Predict an engine's cost table; `shards` are one rank of the target and one of the drafter."""
-    target, ranks = shards[0], config.tensor_parallel_size
-    rows = _table_rows(target, hardware)
-    return CostTable(
-        source="predicted",
-        hardware=hardware.name,
-        model=config.model_path,
-        drafter=config.draft.method if config.draft else "",
-        verify=VerifyCostTable(
-            rows=rows,
-            ms=tuple(forward_ms(target, n, ranks, hardware) for n in rows),
-            kv_token_ms=kv_token_ms(target, hardware),
-            row_kv_token_ms=1e3 * 4 * target.attention_width * target.num_layers / _flops(hardware),
-        ),
-        draft=_draft_costs(config, shards[1], hardware) if config.draft else None,
-        host_ms=hardware.host_ms,
-        host_request_ms=hardware.host_request_ms,
+def step_time(
+    config: EngineConfig, shards: Sequence[ModelShard], hardware: Hardware, batch: int, nodes: int, context: float
+) -> StepTime:
+    """Predict a step of `batch` requests, each with a tree of `nodes` and `context` cached tokens.
+
+    shards: one rank of the target and, if there is a drafter, one of the drafter.
+    """
+    target, rows = shards[0], batch * (1 + nodes)
+    attention_ms = 1e3 * 4 * target.attention_width * target.num_layers / _flops(hardware)
+    return StepTime(
+        verify_ms=forward_ms(target, rows, config.tensor_parallel_size, hardware)
+        + batch * context * (kv_token_ms(target, hardware) + (1 + nodes) * attention_ms),
+        draft_ms=_draft_ms(config, shards[1], hardware, batch, nodes, context) if nodes else 0.0,
+        transfer_ms=hardware.transfer_ms if nodes else 0.0,
+        host_ms=hardware.host_ms + hardware.host_request_ms * (batch - 1),
     )
 
 
-def _table_rows(shard: ModelShard, hardware: Hardware) -> tuple[float, ...]:
-    """Return the row counts to tabulate: 1, the roofline's ridge point, and twice and four times that.
-
-    A mixture of experts reads more weights with more rows, so it also gets the powers of 2 below the ridge point.
-    """
-    ridge = reading_ms(shard, math.inf, hardware) / row_ms(shard, hardware)
-    powers = [2.0**power for power in range(1, math.ceil(math.log2(max(2.0, ridge))))] if shard.expert_items else []
-    return tuple(sorted({1.0, *powers, *(max(2.0, factor * ridge) for factor in (1, 2, 4))}))
-
-
-def _draft_costs(config: EngineConfig, shard: ModelShard, hardware: Hardware) -> DraftCostTable:
-    """Predict drafting costs.
+def _draft_ms(
+    config: EngineConfig, shard: ModelShard, hardware: Hardware, batch: int, nodes: int, context: float
+) -> float:
+    """Predict drafting.
 
     A tree of n nodes counts as deep as allowed, as best-first trees nearly are. Its first level reads the tokens that
     the last step committed, about two rows per request; the other levels share the nodes evenly.
     """
     assert config.draft is not None
-    ranks, levels = config.draft_ranks, [min(n, config.draft.tree.max_depth) for n in _NODES]
-
-    def grow_ms(requests: int, nodes: int, depth: int) -> float:
-        first = forward_ms(shard, 2 * requests, ranks, hardware)
-        return first + (depth - 1) * forward_ms(shard, requests * nodes / depth, ranks, hardware)
-
-    return DraftCostTable(
-        requests=_REQUESTS,
-        nodes=_NODES,
-        ms=tuple(tuple(grow_ms(r, n, d) for n, d in zip(_NODES, levels, strict=True)) for r in _REQUESTS),
-        transfer_ms=tuple((hardware.transfer_ms,) * len(_NODES) for _ in _REQUESTS),
-        kv_token_ms=tuple(depth * kv_token_ms(shard, hardware) for depth in levels),
-        prompt_token_ms=row_ms(shard, hardware),
-    )
+    depth = min(nodes, config.draft.tree.max_depth)
+    first = forward_ms(shard, 2 * batch, config.draft_ranks, hardware)
+    level = forward_ms(shard, batch * nodes / depth, config.draft_ranks, hardware)
+    return first + (depth - 1) * level + depth * batch * context * kv_token_ms(shard, hardware)
 
 
 def forward_ms(shard: ModelShard, rows: float, ranks: int, hardware: Hardware) -> float:

@@ -4,7 +4,6 @@
 import os
 import signal
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -46,15 +45,6 @@ def serve(engine: dict[str, Any], model: ModelArgument = None) -> None:
 def plan(
     engine: dict[str, Any],
     model: ModelArgument = None,
-    costs: Annotated[
-        Path | None, typer.Option("--costs", metavar="FILE", help="Predict from a cost table (JSON).")
-    ] = None,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Predict from this machine's costs: starts an engine for a minute.")
-    ] = False,
-    costs_output: Annotated[
-        Path | None, typer.Option("--costs-output", metavar="FILE", help="Write the profiled cost table.")
-    ] = None,
     hardware: Annotated[
         str | None,
         typer.Option(
@@ -64,59 +54,34 @@ def plan(
         ),
     ] = None,
     acceptance: Annotated[
-        Path | None,
-        typer.Option("--acceptance", metavar="FILE", help="Rows of `secateur bench acceptance`, or chances by child."),
+        list[float] | None,
+        typer.Option("--acceptance", metavar="P ...", help="Chances of a node's first, second, ... child [typical]."),
     ] = None,
     batch: Annotated[
         list[int] | None, typer.Option("--batch", metavar="B ...", help="Requests that decode together [1 2 4 .. 64].")
     ] = None,
     context: Annotated[int | None, typer.Option("--context", help="Tokens each has in the cache [512].")] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", help="Of the requests [0].")] = None,
     nodes: Annotated[
         int | None, typer.Option("--nodes", help="Draft nodes of every tree; 0 is none [the best for each batch].")
     ] = None,
-    request_rate: Annotated[
-        float | None, typer.Option("--request-rate", metavar="X", help="Simulate this many requests per second.")
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option("--trace", metavar="FILE", help="Simulate JSONL of seconds, prompt_tokens, output_tokens."),
-    ] = None,
-    replicas: Annotated[int | None, typer.Option("--replicas", help="Simulated engines [1].")] = None,
-    num_requests: Annotated[int | None, typer.Option("--num-requests", help="Simulated requests [10000].")] = None,
-    prompt_tokens: Annotated[
-        str | None, typer.Option("--prompt-tokens", metavar="N", help="Such as 512, 64-512 or exp:512 [512].")
-    ] = None,
-    output_tokens: Annotated[str | None, typer.Option("--output-tokens", metavar="N", help="Likewise [128].")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show where drafter and verifier would run and whether they fit; predict speed, tree sizes and whole fleets.
+    """Show where drafter and verifier would run and whether they fit; predict speed and tree sizes.
 
-    Uses no GPU and starts nothing unless --profile is given. Reads models as the engine does, which needs the
-    packages of the extra `serve`.
+    Uses no GPU and starts nothing. Reads models as the engine does, which needs the packages of the extra `serve`.
 
     Example: secateur plan -tp 2 --speculative-config '{"method": "draft_model", "model": "bundled:draft"}'
 
-    Example: secateur plan --hardware h100 --batch 1 8 64 --replicas 100 --request-rate 5000
+    Example: secateur plan --hardware h100 --batch 1 8 64 --context 2000
     """
-    from secateur.plan import PlanRequest, read_acceptance, read_costs, read_hardware, read_trace
+    from secateur.plan import PlanRequest, read_hardware
 
     options = {
-        "costs": read_costs(costs) if costs else None,
-        "profile": profile or None,
-        "costs_output": costs_output,
         "hardware": read_hardware(hardware) if hardware else None,
-        "acceptance": read_acceptance(acceptance) if acceptance else None,
+        "acceptance": tuple(acceptance) if acceptance else None,
         "batches": tuple(batch) if batch else None,
         "context": context,
-        "temperature": temperature,
         "nodes": nodes,
-        "request_rate": request_rate,
-        "trace": read_trace(trace) if trace else None,
-        "replicas": replicas,
-        "num_requests": num_requests,
-        "prompt_tokens": prompt_tokens,
-        "output_tokens": output_tokens,
     }
     request = PlanRequest.load({key: value for key, value in options.items() if value is not None})
     args = checked(engine, model=model)
@@ -124,4 +89,4 @@ def plan(
         from cluster.planner.report import run
     except ModuleNotFoundError as error:
         raise needs_extra(error) from error
-    typer.echo(run(args, request, as_json=as_json, say=lambda line: typer.echo(line, err=True)))
+    typer.echo(run(args, request, as_json=as_json))

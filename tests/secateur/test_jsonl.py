@@ -10,7 +10,6 @@ import pytest
 from secateur.batch import read_job
 from secateur.errors import ConfigError
 from secateur.jsonl import lines_of
-from secateur.plan import read_trace
 from secateur.prompts import read_prompts
 
 SEPARATORS = ["\u2028", "\u2029", "\x85", "\x1c", "\x0b", "\x0c"]
@@ -44,18 +43,8 @@ def test_a_prompt_may_contain_unicode_line_separators(tmp_path: Path, end: str) 
 
 def test_a_lone_carriage_return_is_whitespace(tmp_path: Path) -> None:
     assert [p.text for p in read_prompts(write(tmp_path / "p.jsonl", '{"text":\r"a"}'), 1)] == ["a"]
-    fields = '"seconds": 1,\r"prompt_tokens": 2,\r"output_tokens": 3'
-    assert [a.output_tokens for a in read_trace(write(tmp_path / "t.jsonl", f"{{{fields}}}"))] == [3]
     with pytest.raises(ConfigError, match="line 1: not JSON"):
         read_prompts(write(tmp_path / "two.jsonl", '{"text": "a"}\r{"text": "b"}'), 1)
-
-
-def test_a_trace_ends_its_lines_with_newlines_alone(tmp_path: Path) -> None:
-    line = '{{"seconds": {}, "prompt_tokens": 4, "output_tokens": 2}}'
-    trace = write(tmp_path / "t.jsonl", line.format(1), "", line.format(2), end="\r\n")
-    assert [arrival.seconds for arrival in read_trace(trace)] == [1, 2]
-    with pytest.raises(ConfigError, match="line 3: not JSON"):
-        read_trace(write(tmp_path / "odd.jsonl", line.format(1), "", line.format(2) + "\u2028" + line.format(3)))
 
 
 def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:

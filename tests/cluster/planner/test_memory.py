@@ -1,12 +1,12 @@
-"""Interpolation of cost tables, and the roofline compared with numbers calculated by hand."""
+"""What ranks hold, and the roofline compared with numbers calculated by hand."""
 
 from __future__ import annotations
 
 import json
 import math
-import random
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from cluster.planner.cost_model import PlannerCostModel, PrefillChunk
 from cluster.planner.memory import (
     ModelShard,
     expected_shapes,
@@ -25,39 +24,16 @@ from cluster.planner.memory import (
     tensor_shapes,
 )
 from cluster.planner.report import run
-from cluster.planner.roofline import cost_table, forward_ms
+from cluster.planner.roofline import StepTime, forward_ms, step_time
 from cluster.planner.topology import describe
 from secateur.config import EngineArgs
-from secateur.errors import ConfigError
-from secateur.plan import HARDWARE, CostTable, DraftCostTable, Hardware, PlanRequest, VerifyCostTable
+from secateur.plan import HARDWARE, Hardware, PlanRequest
 from tests.support import checkpoints
 from tests.support.engines import BUNDLED, DYNAMIC, bundled
 from verifier.hidden_states import max_buffered_states
 from workers.config import DraftConfig, EngineConfig
 from workers.models.readers import read_spec
 
-TABLE = CostTable(
-    verify=VerifyCostTable(
-        rows=(1, 5, 9, 17),
-        ms=(10, 10, 12, 20),
-        request_ms=0.5,
-        kv_token_ms=0.01,
-        row_kv_token_ms=0.001,
-        tree_ms=0.75,
-        tree_request_ms=0.125,
-    ),
-    draft=DraftCostTable(
-        requests=(1, 4),
-        nodes=(2, 8),
-        ms=((3, 6), (6, 15)),
-        transfer_ms=((1, 1), (2, 2)),
-        kv_token_ms=(0.01, 0.04),
-        prompt_token_ms=0.1,
-        host_ms=0.25,
-    ),
-    host_ms=2,
-    host_request_ms=0.5,
-)
 PLAIN = Hardware(
     memory_gb=80,
     bandwidth_gbs=2000,
@@ -94,96 +70,6 @@ def llama_8b(tmp_path: Path) -> EngineConfig:
     """Llama 3 8B, from config.json alone."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     return EngineConfig(model_path=str(tmp_path), device="cuda", dtype="bfloat16", max_model_len=8192)
-
-
-# -- a table between its entries -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("rows", "ms"), [(1, 10), (3, 10), (7, 11), (13, 16), (17, 20), (29, 30)])
-def test_row_costs_are_interpolated_and_extrapolated_with_the_last_slope(rows: int, ms: float) -> None:
-    assert PlannerCostModel(TABLE).verify_ms(rows=rows, requests=0, kv=0, pairs=0) == pytest.approx(ms)
-
-
-def test_a_step_without_trees_costs_the_sum_of_its_terms() -> None:
-    step = PlannerCostModel(TABLE).decode(3, 0, context=100)
-    assert step.verify_ms == pytest.approx(10 + 3 * 0.5 + 300 * 0.01 + 300 * 0.001)
-    assert (step.draft_ms, step.transfer_ms, step.host_ms) == (0, 0, 3)
-    assert step.ms == pytest.approx(step.verify_ms + 3)
-
-
-ACROSS = math.log(6 / 3) / math.log(9 / 3)
-"""Of the way from trees of 2 nodes to 8: where 5 are."""
-
-
-@pytest.mark.parametrize(
-    ("batch", "nodes", "draft_ms", "transfer_ms"),
-    [
-        (1, 2, 3, 1),
-        (4, 8, 15, 2),
-        (1, 5, 3 + 3 * ACROSS, 1),
-        (2, 2, 4, 1 + 1 / 3),  # a third down
-        (2, 5, 4 + 5 * ACROSS, 1 + 1 / 3),
-        (1, 1, 3, 1),  # flat below the first entry
-        (7, 8, 24, 3),  # as steep beyond the last as before
-        (1, 26, 9, 1),  # 3 to 9 rows, 9 to 27
-    ],
-)
-def test_drafting_is_interpolated_in_requests_and_log_nodes(
-    batch: int, nodes: int, draft_ms: float, transfer_ms: float
-) -> None:
-    step = PlannerCostModel(TABLE).decode(batch, nodes, context=0)
-    assert (step.draft_ms, step.transfer_ms) == (pytest.approx(draft_ms), pytest.approx(transfer_ms))
-    assert step.host_ms == pytest.approx(2 + 0.5 * (batch - 1) + 0.25)
-
-
-def test_prompts_share_a_step_with_trees() -> None:
-    costs = PlannerCostModel(TABLE)
-    chunks = [PrefillChunk(rows=4, cached=4), PrefillChunk(rows=3, cached=10)]
-    step = costs.step(2, 2, 50, chunks)
-    pairs = 50 * 3 + 4 * 2 + 3 * 8.5
-    trees_ms = 0.75 + 2 * 0.125  # prompts have none
-    # 2 x 3 + 7 = 13 rows.
-    assert step.verify_ms == pytest.approx(16 + 4 * 0.5 + (50 + 14) * 0.01 + pairs * 0.001 + trees_ms)
-    assert step.draft_ms == pytest.approx(costs.step(2, 2, 50).draft_ms + 7 * 0.1)
-    assert costs.step(2, 2, 50, chunks, feeds_drafter=False).draft_ms == costs.step(2, 2, 50).draft_ms
-
-
-def test_a_step_with_trees_takes_more_than_their_rows() -> None:
-    """Six requests have as many rows as three with one node each."""
-    costs = PlannerCostModel(TABLE)
-    plain, trees = costs.decode(6, 0, context=0), costs.decode(3, 1, context=0)
-    assert trees.verify_ms - plain.verify_ms == pytest.approx(0.75 + 3 * 0.125 - 3 * 0.5)
-
-
-def test_a_step_is_linear_in_the_cache() -> None:
-    costs = PlannerCostModel(TABLE)
-    for nodes in (0, 2, 5, 8):
-        expected = costs.decode(3, nodes, 0).ms + 3 * 400 * costs.kv_slope(nodes)
-        assert costs.decode(3, nodes, 400).ms == pytest.approx(expected)
-
-
-def test_within_a_table_costs_never_fall() -> None:
-    rng = random.Random(0)
-    for _ in range(200):
-        rows = tuple(sorted(rng.sample(range(1, 400), 4)))
-        few = sorted(rng.random() for _ in range(3))
-        lines = (tuple(few), tuple(sorted(ms + rng.random() for ms in few)))
-        draft = DraftCostTable(requests=(1, 6), nodes=(1, 4, 16), ms=lines, transfer_ms=lines)
-        ms = tuple(sorted(rng.random() for _ in rows))
-        costs = PlannerCostModel(
-            CostTable(verify=VerifyCostTable(rows=rows, ms=ms, kv_token_ms=rng.random()), draft=draft)
-        )
-        batch, nodes, context = rng.randint(1, 5), rng.randint(1, 15), rng.randint(0, 99)
-        here = costs.decode(batch, nodes, context).ms
-        for more in ((batch + 1, nodes, context), (batch, nodes + 1, context), (batch, nodes, context + 1)):
-            assert costs.decode(*more).ms >= here - 1e-9
-
-
-def test_trees_without_drafting_costs_are_an_error() -> None:
-    costs = PlannerCostModel(CostTable(verify=TABLE.verify))
-    assert costs.decode(2, 0, 0).draft_ms == 0
-    with pytest.raises(ConfigError, match="no `draft`"):
-        costs.decode(2, 1, 0)
 
 
 # -- what models hold and compute ------------------------------------------------------------------------------------
@@ -397,26 +283,26 @@ def test_a_drafter_takes_weights_states_and_pages_if_colocated() -> None:
 
 def test_the_roofline_of_llama_3_8b_by_hand(llama_8b: EngineConfig) -> None:
     """7.50e9 weights: 15.0 GB at 2 TB/s take 7.505 ms; a row's 15.0 GFLOP at 400 TFLOP/s 0.0375 ms, so 200 rows."""
-    costs = PlannerCostModel(cost_table(llama_8b, model_shards(llama_8b), PLAIN))
+    decode = partial(step_time, llama_8b, model_shards(llama_8b), PLAIN)
     items = 7_504_658_432
-    assert costs.decode(1, 0, 0).ms == pytest.approx(2 * items / 2e12 * 1e3)
-    assert costs.decode(199, 0, 0).ms == pytest.approx(2 * items / 2e12 * 1e3)
+    assert decode(1, 0, 0).ms == pytest.approx(2 * items / 2e12 * 1e3)
+    assert decode(199, 0, 0).ms == pytest.approx(2 * items / 2e12 * 1e3)
     for rows in (250, 800, 3000):
-        assert costs.decode(rows, 0, 0).ms == pytest.approx(2 * items * rows / 400e12 * 1e3)
+        assert decode(rows, 0, 0).ms == pytest.approx(2 * items * rows / 400e12 * 1e3)
     # 131 072 bytes per cached token, and 4 x 4096 x 32 operations per row and token.
-    more = costs.decode(4, 0, 1000).ms - costs.decode(4, 0, 0).ms
+    more = decode(4, 0, 1000).ms - decode(4, 0, 0).ms
     assert more == pytest.approx(4000 * (131072 / 2e12 + 4 * 4096 * 32 / 400e12) * 1e3)
 
 
 def test_a_mixture_reads_the_chosen_experts_and_computes_its_share(llama_8b: EngineConfig) -> None:
     """1e9 weights beside 8e9 of experts, a quarter for each row: 2 GB and 4 to 16 GB at 2 TB/s; 6 GFLOP a row."""
     mixture = ModelShard(matmul_items=9 * 10**9, expert_items=8 * 10**9, expert_share=0.25, item_bytes=2)
-    costs = PlannerCostModel(cost_table(llama_8b, [mixture], PLAIN))
-    assert costs.decode(1, 0, 0).ms == pytest.approx(1 + 2)
-    assert costs.decode(2, 0, 0).ms == pytest.approx(1 + 8 * (1 - 0.75**2))
-    assert costs.decode(16, 0, 0).ms == pytest.approx(1 + 8 * (1 - 0.75**16))
-    assert costs.decode(300, 0, 0).ms == pytest.approx(9), "all of it, as 600 rows' arithmetic takes"
-    assert costs.decode(1200, 0, 0).ms == pytest.approx(1200 * 6 / 400)
+    decode = partial(step_time, llama_8b, [mixture], PLAIN)
+    assert decode(1, 0, 0).ms == pytest.approx(1 + 2)
+    assert decode(2, 0, 0).ms == pytest.approx(1 + 8 * (1 - 0.75**2))
+    assert decode(16, 0, 0).ms == pytest.approx(1 + 8 * (1 - 0.75**16))
+    assert decode(300, 0, 0).ms == pytest.approx(9), "all of it, as 600 rows' arithmetic takes"
+    assert decode(1200, 0, 0).ms == pytest.approx(1200 * 6 / 400)
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "aria", "ernie-4.5-moe", "glm-4-moe"])
@@ -439,27 +325,27 @@ def test_two_ranks_halve_the_reading_and_add_two_all_reduces_per_layer(llama_8b:
     assert rank.matmul_items == 7_504_658_432 / 2
     reduces = 32 * 2 * (20e-6 + 3 * 4096 * 2 / 100e9) * 1e3  # with two ranks each row travels once
     assert forward_ms(rank, 3, 2, PLAIN) == pytest.approx(7_504_658_432 / 2e12 * 1e3 + reduces)
-    table = cost_table(both, [rank], PLAIN)
-    assert PlannerCostModel(table).decode(3, 0, 0).ms == pytest.approx(forward_ms(rank, 3, 2, PLAIN))
-    assert (table.source, table.hardware) == ("predicted", "given")
+    assert step_time(both, [rank], PLAIN, 3, 0, 0).ms == pytest.approx(forward_ms(rank, 3, 2, PLAIN))
 
 
 def test_a_tree_is_drafted_level_by_level() -> None:
     config = bundled(DYNAMIC, device="cuda", dtype="bfloat16")
     found = model_shards(config)
-    hardware = PLAIN.model_copy(update={"layer_us": 5.0, "transfer_ms": 0.5})
-    costs = PlannerCostModel(cost_table(config, found, hardware))
+    hardware = PLAIN.model_copy(update={"layer_us": 5.0, "transfer_ms": 0.5, "host_ms": 2.0, "host_request_ms": 0.25})
+    decode = partial(step_time, config, found, hardware)
     level_ms = found[1].matmul_items * 2 / 2e12 * 1e3 + 0.005  # a head of one layer, bound by reading
     for nodes, levels in ((1, 1), (4, 4), (8, 8), (32, 8)):
-        step = costs.decode(1, nodes, 0)
+        step = decode(1, nodes, 0)
         assert step.draft_ms == pytest.approx(levels * level_ms, rel=1e-6)
         assert step.transfer_ms == 0.5
+        # Each level reads the cached keys and values once.
+        assert decode(3, nodes, 100).draft_ms - decode(3, nodes, 0).draft_ms == pytest.approx(
+            levels * 300 * found[1].token_bytes / 2e12 * 1e3
+        )
+    assert decode(3, 0, 0) == StepTime(verify_ms=decode(3, 0, 0).verify_ms, draft_ms=0, transfer_ms=0, host_ms=2.5)
 
 
 def test_published_devices_have_the_expected_order_of_speed(llama_8b: EngineConfig) -> None:
     found = model_shards(llama_8b)
-    speed = {
-        name: 1 / PlannerCostModel(cost_table(llama_8b, found, device)).decode(1, 0, 1000).ms
-        for name, device in HARDWARE.items()
-    }
+    speed = {name: 1 / step_time(llama_8b, found, device, 1, 0, 1000).ms for name, device in HARDWARE.items()}
     assert sorted(speed, key=speed.__getitem__) == ["l4", "l40s", "a100", "h100", "h200", "b200"]
