@@ -11,7 +11,7 @@ MODULES ?=
 JOBS ?= 2
 # Options of `buildah build` for `make image`, such as -v /etc/pip.conf:/etc/pip.conf:ro.
 FLAGS ?=
-RESULTS := tests/bench/results
+RESULTS := bench/results
 # Other projects to compare with: a virtual environment each, of these versions. Some GB and up to an hour.
 PEERS_DIR ?= .peers
 VLLM := 0.32.0
@@ -85,25 +85,18 @@ gpu: ## tests and benchmarks on a CUDA machine, what is worth most in 25 minutes
 	PYTHONPATH=. $(PYTHON) -m tests.gpu.run --output $(RESULTS)
 
 bench: export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
-bench: $(VENV)/.installed-test ## measure acceptance, speed, the parts of a step, and a service (some three hours)
-	$(BIN)/python -m tests.bench.pruning
-	$(BIN)/python -m tests.bench.sampler --prompts 30 --rounds 4 --temperatures 0.3 0.5 0.7
-	$(BIN)/python -m tests.bench.sampler --target-cost 300m --prompts 12 --rounds 4
-	$(BIN)/python -m tests.bench.structured
-	$(BIN)/secateur bench acceptance --concurrency 16 --output $(RESULTS)
-	$(BIN)/secateur bench latency --output $(RESULTS)
-	$(BIN)/secateur bench throughput --output $(RESULTS)
+bench: $(VENV)/.installed-test ## measure acceptance, speed, forwards, the parts of a step, and a service (some three hours)
+	$(BIN)/python -m bench.acceptance --concurrency 16 --output $(RESULTS)
+	$(BIN)/python -m bench.speed --output $(RESULTS)
+	$(BIN)/python -m bench.speed --contestants off,chain,static,dynamic,auto,generate --batches 1 2 4 8 16 32 \
+		--num-prompts 1 --rounds 8 --output $(RESULTS)
+	$(BIN)/python -m bench.speed $(ON_300M) --batches 1 --num-prompts 1 --rounds 8 --output $(RESULTS)
+	$(BIN)/python -m bench.forward $(ON_300M) --batches 1 8 --rounds 2 --output $(RESULTS)
+	$(BIN)/python -m bench.overlap $(ON_300M) --nodes 8 --output $(RESULTS)
 	$(BIN)/secateur bench step --output $(RESULTS)
 	$(BIN)/secateur bench serve --output $(RESULTS)
-	$(BIN)/secateur bench latency $(ON_300M) --batches 1 --num-prompts 1 --rounds 8 --output $(RESULTS)
-	$(BIN)/secateur bench throughput $(ON_300M) --contestants off,chain,static,auto --batches 2 4 8 16 32 \
-		--temperatures 0 --max-tokens 32 --rounds 6 --output $(RESULTS)
-	$(BIN)/python -m tests.bench.one_process --batches 1 2 4 8 16 32 --seconds 75 --out $(RESULTS)
-	$(BIN)/python -m tests.bench.one_process $(ON_300M) --batches 2 4 8 16 32 --max-tokens 32 \
-		--rounds 2 --seconds 150 --out $(RESULTS)
-	$(BIN)/secateur bench step $(ON_300M) --batches 1 8 --nodes 0 4 8 16 --rounds 2 --output $(RESULTS)
 
-peers: ## install the other projects that `secateur bench latency` compares with (PEERS_DIR=.peers; some GB)
+peers: ## install the other projects that `bench.speed` compares with (PEERS_DIR=.peers; some GB)
 	$(MAKE) --no-print-directory $(PEERS_DIR)/vllm/.installed-$(VLLM)
 	$(MAKE) --no-print-directory $(PEERS_DIR)/llamacpp/.installed-$(LLAMACPP)
 	@$(MAKE) --no-print-directory $(PEERS_DIR)/openvino/.installed-$(OPENVINO) || \

@@ -289,45 +289,22 @@ SAMPLING_FLAGS: dict[str, Any] = {
     "seed": _sampling(int, "--seed", help="The same seed gives the same text, near-ties apart."),
 }
 
-# `latency` and `throughput` share these; `secateur.bench` holds ranges and defaults.
-SPEED_FLAGS: dict[str, Any] = {
-    "contestants": _flag(
-        str,
-        "--contestants",
-        help="Of off, chain, static, dynamic, auto, draft_model (ours); generate, generate_2_threads, assisted, "
-        "prompt_lookup (transformers) [all of these that make sense]; vllm, vllm_eagle3, vllm_ngram, llamacpp, "
-        "openvino (peers, from `make peers`).",
-        metavar="NAME,...",
-    ),
-    "batches": _flag(list[int], "--batches", help="Requests at a time.", metavar="N ..."),
-    "temperatures": _flag(list[float], "--temperatures", help="[0 1]", metavar="T ..."),
-    "nodes": _flag(int, "--nodes", help="Draft nodes per step [16]."),
-    "chain": _flag(int, "--chain", help="Draft tokens per chain, ours and the peers' [5]."),
-    "num_prompts": _flag(int, "--num-prompts", help="Requests in a turn; at least a batch [latency 2, throughput 1]."),
-    "max_tokens": _flag(int, "--max-tokens", help="Tokens per answer [48]."),
-    "rounds": _flag(int, "--rounds", help="Rounds per contestant; the report gives medians [latency 6, throughput 8]."),
-    "peer_threads": _flag(int, "--peer-threads", help="Threads with which each peer computes [2]."),
-}
-
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def with_engine_flags(*, server: bool) -> Decorator:
     """Give a command the engine flags, as a dict argument `engine` with None for flags that were not given."""
-    return _with_flags("engine", {**ENGINE_FLAGS, **(SERVER_FLAGS if server else {})})
+    return with_flags("engine", {**ENGINE_FLAGS, **(SERVER_FLAGS if server else {})})
 
 
 def with_sampling_flags() -> Decorator:
     """Give a command the sampling flags, as a dict argument `sampling`."""
-    return _with_flags("sampling", SAMPLING_FLAGS)
+    return with_flags("sampling", SAMPLING_FLAGS)
 
 
-def with_speed_flags() -> Decorator:
-    """Give a command the flags of `latency` and `throughput`, as a dict argument `options`."""
-    return _with_flags("options", SPEED_FLAGS)
+def with_flags(group: str, flags: dict[str, Any]) -> Decorator:
+    """Give a command these flags (annotations by name), as a dict argument named `group`."""
 
-
-def _with_flags(group: str, flags: dict[str, Any]) -> Decorator:
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def run(**given: Any) -> Any:

@@ -149,7 +149,7 @@ ADVICE: dict[str, str] = {  # also the reference page reference/vllm.md
     "log-config-file": "logs follow Ray's settings; leave it out",
     "log-error-stack": "errors of the service are logged with their stacks; leave it out",
     "otlp-traces-endpoint": "set OTEL_EXPORTER_OTLP_ENDPOINT in the environment",
-    "collect-detailed-traces": "`secateur bench step` and `secateur bench trace` measure the parts of a step",
+    "collect-detailed-traces": "`secateur bench step` measures the parts of a step",
     "show-hidden-metrics-for-version": "no metric is hidden; leave it out",
     "disable-fastapi-docs": "/docs and /openapi.json hold no secret; let the proxy forward only what clients need",
     "disable-frontend-multiprocessing": "the front and the engine are processes of their own; leave it out",

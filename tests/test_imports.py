@@ -1,6 +1,7 @@
-"""The allowed imports between packages, checked in the source files.
+"""The allowed imports between packages, checked in the source files, `import_module` with a literal included.
 
-secateur and workers are leaves; drafter and verifier import workers; cluster may import all. The commands of
+secateur and workers are leaves; drafter and verifier import workers; cluster may import all of these, and bench
+everything. Nobody imports bench. The commands of
 secateur.cli that run models may import cluster inside a function body. Only cluster imports ray and the web framework;
 secateur imports no torch either.
 """
@@ -13,13 +14,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = {"secateur", "workers", "drafter", "verifier", "cluster"}
+PRODUCT = {"secateur", "workers", "drafter", "verifier", "cluster"}
+FOLDERS = PRODUCT | {"bench"}
 MAY_IMPORT = {
     "secateur": {"secateur"},
     "workers": {"workers"},
     "drafter": {"drafter", "workers"},
     "verifier": {"verifier", "workers"},
-    "cluster": FOLDERS,
+    "cluster": PRODUCT,
+    "bench": FOLDERS,
 }
 ONLY_CLUSTER = {"ray", "fastapi", "starlette", "uvicorn"}
 NEVER_IN_SECATEUR = {"torch", "transformers", "safetensors", "triton", "numpy"} | ONLY_CLUSTER
@@ -31,11 +34,24 @@ LATE_IMPORTS = {  # inside a function body only
 }
 
 
+def imported_by_name(node: ast.AST) -> str | None:
+    """Return the literal name that a call of `import_module` or `__import__` imports."""
+    match node:
+        case ast.Call(
+            func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"),
+            args=[ast.Constant(value=str(name)), *_],
+        ):
+            return name
+    return None
+
+
 def imports_of(source: str) -> list[tuple[str, bool, int]]:
     """Return (top-level package, whether inside a function, line) of every absolute import."""
     found: list[tuple[str, bool, int]] = []
 
     def visit(node: ast.AST, in_function: bool) -> None:
+        if (name := imported_by_name(node)) is not None:
+            found.append((name.split(".")[0], in_function, node.lineno))  # type: ignore[attr-defined]
         match node:
             case ast.Import(names=names):
                 found.extend((alias.name.split(".")[0], in_function, node.lineno) for alias in names)
@@ -57,7 +73,7 @@ def broken_rules(module: str, source: str) -> list[str]:
         allowed = MAY_IMPORT[folder] | (LATE_IMPORTS.get(module, set()) if in_function else set())
         if name in FOLDERS and name not in allowed:
             broken.append(f"{module}:{line} imports {name}")
-        if name in ONLY_CLUSTER and folder != "cluster":
+        if name in ONLY_CLUSTER and folder not in ("cluster", "bench"):
             broken.append(f"{module}:{line} imports {name}; only cluster may")
         elif folder == "secateur" and name in NEVER_IN_SECATEUR:
             broken.append(f"{module}:{line} imports {name}; secateur never does")
@@ -106,6 +122,8 @@ def imported_modules(source: str, modules: set[str]) -> set[str]:
     """Return the `modules` that a file imports, also inside functions and for type checking."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
+        if (name := imported_by_name(node)) is not None:
+            found.add(name)
         match node:
             case ast.Import(names=names):
                 found |= {alias.name for alias in names}
@@ -122,13 +140,22 @@ def test_no_import_cycles():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
 
 
-def test_the_http_service_and_the_planner_do_not_import_ray():
+def test_measuring_and_planning_are_no_circle_of_packages():
+    files = {module: path for module, path in source_files() if module.startswith(("cluster.bench", "cluster.planner"))}
+    known = {module for module, _ in source_files()}
+    imports = {module: imported_modules(path.read_text(), known) for module, path in files.items()}
+    arrows = {(module.split(".")[1], other.split(".")[1]) for module in imports for other in imports[module]}
+    assert not {("bench", "planner"), ("planner", "bench")} & arrows
+
+
+def test_the_http_service_the_planner_and_benchmarks_do_not_import_ray():
     users = {module for module, path in source_files() for name, *_ in imports_of(path.read_text()) if name == "ray"}
-    assert users and not {module for module in users if module.split(".")[1] in ("http", "bench", "planner")}
+    without = ("cluster.http.", "cluster.bench.", "cluster.planner.", "bench.")
+    assert users and not {module for module in users if module.startswith(without)}
 
 
 def test_only_what_runs_models_imports_cluster():
-    others = [(module, path) for module, path in source_files() if not module.startswith("cluster.")]
+    others = [(module, path) for module, path in source_files() if not module.startswith(("cluster.", "bench."))]
     users = {module for module, path in others for name, *_ in imports_of(path.read_text()) if name == "cluster"}
     assert users == LATE_IMPORTS.keys()
 
@@ -154,6 +181,10 @@ def test_only_what_runs_models_imports_cluster():
         ("verifier.engine", "from drafter import grow"),
         ("verifier.engine", "class A:\n    def f(self):\n        import ray"),
         ("drafter.loop", "import fastapi"),
+        ("cluster.bench.step", "import bench.speed"),
+        ("secateur.cli.bench", "def f():\n    from bench.speed import run"),
+        ("workers.comm.wire", "import importlib\nimportlib.import_module('drafter.worker')"),
+        ("verifier.engine", "def f():\n    import_module('drafter.worker', None)"),
     ],
 )
 def test_the_checker_sees_a_forbidden_import(module, source):
@@ -169,6 +200,8 @@ def test_the_checker_sees_a_forbidden_import(module, source):
         ("drafter.tree.grow", "from workers.types import TreeBatch"),
         ("drafter.tree.grow", "from . import prune"),
         ("cluster.serve.app", "import ray, verifier, drafter, workers, secateur"),
+        ("bench.speed", "import cluster, drafter, bench.peers, secateur.cli"),
+        ("workers.comm.wire", "import_module(name)"),
     ],
 )
 def test_the_checker_accepts_allowed_imports(module, source):
@@ -210,7 +243,7 @@ def test_an_unknown_public_name_is_an_attribute_error():
 
 def test_gpu_tests_need_no_package_that_a_gpu_machine_may_lack():
     """`make gpu` installs nothing."""
-    lacking = {"hypothesis", "scipy", "openai", "jsonschema", "matplotlib", "ray", "fastapi"}
+    lacking = {"hypothesis", "scipy", "openai", "jsonschema", "ray", "fastapi"}
     code = (
         "import os, sys, pytest\n"
         "os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'\n"
@@ -226,7 +259,7 @@ def test_benchmarks_of_make_gpu_need_no_web_framework():
     code = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(['fastapi', 'prometheus_client', 'ray', 'starlette', 'uvicorn']))\n"
-        "import secateur.cli, cluster.bench.speed, cluster.bench.step\n"
+        "import secateur.cli, bench.speed, bench.forward, bench.kernels, bench.gpu_profile, cluster.bench.step\n"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr

@@ -83,8 +83,7 @@ def test_packages_that_results_depend_on_are_pinned_exactly(extra_name: str, pac
 def test_everything_a_package_imports_is_declared(package: str, extra_name: str | None) -> None:
     allowed = requirements(PROJECT["dependencies"]) if package in ("secateur", "cluster") else {}
     if package == "cluster":
-        allowed |= extra("bench") | extra("tracing")  # which say so where they are missing
-        allowed |= requirements(["openvino", "openvino-genai", "xllamacpp"])  # `make peers`: peer_process.py runs there
+        allowed |= extra("tracing")  # which says so where it is missing
     if package == "workers":
         allowed |= extra("gguf")  # one format of models, which says so where it is missing
     if extra_name is not None:

@@ -1,4 +1,4 @@
-"""Timelines: which part of its work a rank did when, for `secateur bench trace`.
+"""Timelines: which part of its work a rank did when, for `bench.overlap`.
 
 Times are `time.perf_counter()` seconds. All processes of a machine read the same clock, so the timelines of an engine's
 ranks on one machine can be compared.

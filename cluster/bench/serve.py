@@ -8,7 +8,6 @@ Goodput is the number of requests per second within the given latency limits.
 from __future__ import annotations
 
 import asyncio
-import datetime
 import itertools
 import math
 import os
@@ -18,18 +17,17 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cluster.bench.output import About, Say, draw, heading, markdown, stem_of, target_label, write_json, write_text
+from cluster.bench.report import Say, reporting
 from secateur.bench import ServePlan
 from secateur.client import AsyncClient, Client
 from secateur.config import EngineArgs
 from secateur.errors import NotFoundError, SecateurError
 from secateur.prompts import BenchPrompt
 
-HIDDEN = ("concurrency", "request_rates", "target_cost")
 PERCENTILES = (50, 90, 99)
 WARM_REQUESTS = 2
 SPECULATION, PLAIN = "speculation", "no speculation"
@@ -86,58 +84,43 @@ def run(
     api_key: str | None = None,
     model: str | None = None,
     as_json: bool = False,
-    cache: Path | None = None,
 ) -> str:
-    """Measure, write DATE-serve.json, .md and .png, and return the Markdown, or the JSON.
+    """Measure, write DATE-serve.json and .md, and return the Markdown, or the JSON.
 
-    Measures the service at `base_url`, or else starts one from `args`. If the run is interrupted, the JSON keeps the
-    rows so far. Raises ConfigError and EngineDead.
+    Measures the service at `base_url`, or else starts one from `args`. Raises ConfigError and EngineDead.
     """
-    head = _about(args, plan, base_url, model or _served_names(base_url, api_key))
-    stem = stem_of(output, "serve", plan.target_cost)
-    rows: list[LoadRow] = []
-    try:
-        with _service(args, plan, base_url, cache, say) as url:
-            settings = {"max_tokens": plan.max_tokens, "temperature": plan.temperature, "seed": plan.seed}
-            client = _Client(url, api_key, settings | ({"model": model} if model else {}))
-            for row in _measure(client, plan, prompts, _modes(args, plan), say):
-                rows.append(row)
-    finally:
-        write_json(stem, head, {"rows": [asdict(row) for row in rows]})
-    text = "\n\n".join([heading("Serve", head, HIDDEN), _summary(rows), *_latencies(rows)]) + "\n"
-    shown = write_text(stem, text, as_json=as_json)
-    draw(say, stem, "load", rows)
-    return shown
+    about = _about(args, plan, base_url, model or _served_names(base_url, api_key))
+    with reporting(output, "serve", about, say) as report, _service(args, base_url, say) as url:
+        settings = {"max_tokens": plan.max_tokens, "temperature": plan.temperature, "seed": plan.seed}
+        client = _Client(url, api_key, settings | ({"model": model} if model else {}))
+        for row in _measure(client, plan, prompts, _modes(args, plan), say):
+            report.add("rows", row)
+    return report.json if as_json else report.markdown
 
 
-def _about(args: EngineArgs | None, plan: ServePlan, base_url: str | None, model: str) -> About:
+def _about(args: EngineArgs | None, plan: ServePlan, base_url: str | None, model: str) -> dict[str, object]:
     """Return the header. For a service that was already running, only its model names are known."""
-    machine, settings = f"{os.cpu_count()} CPU cores, {platform.machine()}", plan.model_dump()
-    about: dict[str, object] = {"date": datetime.date.today().isoformat()}
+    machine = f"{os.cpu_count()} CPU cores, {platform.machine()}"
     if args is None:
-        about |= {
+        about: dict[str, object] = {
             "hardware": f"{machine}: the client's; the service's is not known",
             "service": base_url,
             "model": model,
         }
     else:
         spec = args.speculative_config
-        about |= {
+        about = {
             "hardware": f"{machine}; the client runs on them too",
             "service": "started for this, without Ray",
             "model": args.model,
-            "target": target_label(settings),
             "speculative_config": spec.model_dump(exclude_unset=True) if spec else None,
         }
-    return {
-        **about,
-        **settings,
-        "notes": [
-            "TPOT: per output token after the first; ITL: between two chunks, which may hold several tokens",
-            "all loads answer the same prompts with the same number of tokens; no prompt is found in a prefix cache"
-            + ("" if args else " (if the service knows `ignore_eos` and `cache_salt`)"),
-        ],
-    }
+    notes = [
+        "TPOT: per output token after the first; ITL: between two chunks, which may hold several tokens",
+        "all loads answer the same prompts with the same number of tokens; no prompt is found in a prefix cache"
+        + ("" if args else " (if the service knows `ignore_eos` and `cache_salt`)"),
+    ]
+    return {**about, **plan.model_dump(), "notes": notes}
 
 
 def _served_names(base_url: str | None, api_key: str | None) -> str:
@@ -159,22 +142,17 @@ def _modes(args: EngineArgs | None, plan: ServePlan) -> tuple[str, ...]:
 
 
 @contextmanager
-def _service(
-    args: EngineArgs | None, plan: ServePlan, base_url: str | None, cache: Path | None, say: Say
-) -> Iterator[str]:
+def _service(args: EngineArgs | None, base_url: str | None, say: Say) -> Iterator[str]:
     if base_url is not None:
         yield base_url
         return
     assert args is not None
     # Imported here because measuring a running service needs only the client's packages.
-    from cluster.bench.setup import scaled
     from cluster.local_service import local_service
 
-    with scaled(args, plan.size, cache, say) as sized:
-        say("starting the service")
-        # Serve under the requested model's name, not that of a folder of scaled weights.
-        with local_service(sized.model_copy(update={"served_model_name": args.model_id})) as url:
-            yield url
+    say("starting the service")
+    with local_service(args) as url:
+        yield url
 
 
 # -- requests --------------------------------------------------------------------------------------------------------
@@ -305,38 +283,7 @@ def _summary_ms(seconds: Sequence[float]) -> dict[str, float]:
     """Return mean and percentiles in milliseconds, interpolated linearly as in numpy."""
     if not seconds:
         return dict.fromkeys(("mean", *(f"p{p}" for p in PERCENTILES)), 0.0)
-    ordered = sorted(seconds)
-
-    def at(percent: int) -> float:
-        place = (len(ordered) - 1) * percent / 100
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-    values = {"mean": statistics.mean(ordered), **{f"p{p}": at(p) for p in PERCENTILES}}
+    more = [*seconds, *seconds] if len(seconds) == 1 else seconds  # of one value there are no quantiles
+    percentiles = statistics.quantiles(more, n=100, method="inclusive")
+    values = {"mean": statistics.mean(seconds), **{f"p{p}": percentiles[p - 1] for p in PERCENTILES}}
     return {name: round(1e3 * value, 3) for name, value in values.items()}
-
-
-# -- the report ------------------------------------------------------------------------------------------------------
-
-
-def _summary(rows: Sequence[LoadRow]) -> str:
-    lines = [
-        [row.load, row.mode, row.num_requests, row.num_failed, f"{row.seconds:.1f}", f"{row.requests_per_second:.2f}"]
-        + ["" if row.goodput is None else f"{row.goodput:.2f}", row.input_tokens, row.output_tokens]
-        + [f"{row.tokens_per_second:.1f}"]
-        for row in rows
-    ]
-    names = ["load", "mode", "answered", "failed", "seconds", "requests/s", "goodput", "input tokens", "output tokens"]
-    return "## Throughput\n\n" + markdown([*names, "output tokens/s"], lines)
-
-
-def _latencies(rows: Sequence[LoadRow]) -> Iterator[str]:
-    for name, title in (
-        ("ttft_ms", "Time to the first token (TTFT)"),
-        ("tpot_ms", "Time per output token after the first (TPOT)"),
-        ("itl_ms", "Time between chunks (ITL)"),
-        ("e2e_ms", "Time to the last token (E2E)"),
-    ):
-        lines = [[row.load, row.mode, *(f"{value:.1f}" for value in getattr(row, name).values())] for row in rows]
-        yield f"## {title}, ms\n\n" + markdown(["load", "mode", "mean", *(f"p{p}" for p in PERCENTILES)], lines)

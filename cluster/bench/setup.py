@@ -1,60 +1,22 @@
-"""Engine configuration and prompts of a benchmark."""
+"""Engine configuration, prompts and header of a benchmark."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import os
+import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from cluster.bench.output import Say
-from cluster.bench.prompts import encode_prompts
-from cluster.bench.scaled import scaled_pair
-from cluster.convert import engine_config, fetch_weights, load_tokenizer, resolve_devices, visible_gpus
-from cluster.planner.memory import sizes_in_8_bits
-from cluster.system.temp_dirs import OwnedTempDir
-from secateur.bench import TargetSize
-from secateur.config import EngineArgs, resolve_model
+from cluster.convert import engine_config, fetch_weights, load_tokenizer, visible_gpus
+from cluster.http.errors import PromptError
+from cluster.http.tokenizer import Tokenizer
+from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
 from secateur.prompts import BenchPrompt
 from workers.config import EngineConfig
-from workers.kernels import linear
-from workers.models.checkpoint import Weights
-from workers.models.readers import read_spec
-
-
-@contextmanager
-def scaled(args: EngineArgs, size: TargetSize | None, cache: Path | None, say: Say) -> Iterator[EngineArgs]:
-    """Replace target and head by scaled ones of `size`; without `cache`, their files are deleted after the context."""
-    if size is None:
-        yield args
-        return
-    folder = OwnedTempDir()
-    try:
-        yield _with_scaled(args, size, cache or folder.path, say)
-    finally:
-        folder.remove()
-
-
-def _with_scaled(args: EngineArgs, size: TargetSize, folder: Path, say: Say) -> EngineArgs:
-    args = resolve_devices(args, num_gpus=visible_gpus())
-    spec = args.speculative_config
-    if spec is None or spec.method != "eagle3" or spec.model is None:
-        raise ConfigError(Problem("--target-cost", "scales a target and its EAGLE-3 head; leave the drafter out"))
-    name = args.dtype if args.dtype != "auto" else "float32" if args.device == "cpu" else "bfloat16"
-    say(f"writing a target of {size} ({size.layer_parameters / 1e6:.0f} M parameters) unless {folder} holds it")
-    try:
-        pair = scaled_pair(
-            Path(resolve_model(args.model)), Path(resolve_model(spec.model)), size, folder, getattr(torch, name)
-        )
-    except ValueError as error:
-        raise ConfigError(Problem("--target-cost", str(error))) from error
-    head = spec.model_copy(update={"model": str(pair.head)})
-    return args.model_copy(update={"model": str(pair.target), "speculative_config": head})
 
 
 class Workload(NamedTuple):
@@ -80,12 +42,53 @@ def workload(args: EngineArgs, texts: Sequence[BenchPrompt], *, max_tokens: int,
     return Workload(replace(config, num_pages=pages), prompts)
 
 
-def bytes_per_weight(config: EngineConfig) -> float:
-    """Return the mean size of a weight of the target as our engine keeps it, which each step reads."""
-    dtype = getattr(torch, config.dtype)
-    weights = Weights(config.model_path, dtype)
-    sizes = {name: math.prod(weights.shape(name)) for name in weights.names() if len(weights.shape(name)) == 2}
-    if config.device != "cpu":
-        kept = sizes_in_8_bits(config, config.model_path, read_spec(config.model_path), config.tensor_parallel_size)
-        return sum(size * kept.get(name, dtype.itemsize) for name, size in sizes.items()) / sum(sizes.values())
-    return sum(size * linear.bytes_per_weight(weights.get(name)) for name, size in sizes.items()) / sum(sizes.values())
+def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[BenchPrompt]) -> list[list[int]]:
+    """Tokenize prompts; conversations use the chat template. Raises ConfigError for invalid prompts."""
+    try:
+        return [
+            tokenizer.encode_chat(prompt.messages) if prompt.messages else tokenizer.encode(prompt.text or "")
+            for prompt in prompts
+        ]
+    except PromptError as error:
+        raise ConfigError(Problem("--prompts", str(error))) from error
+
+
+def about(
+    args: EngineArgs, config: EngineConfig, settings: Mapping[str, object], notes: Sequence[str]
+) -> dict[str, object]:
+    """Return a report's header: settings, versions and hardware."""
+    import transformers  # takes seconds
+
+    spec = args.speculative_config
+    return {
+        "hardware": hardware(config),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "model": args.model,
+        "dtype": config.dtype,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "speculative_config": spec.model_dump(exclude_unset=True) if spec else None,
+        **settings,
+        "notes": list(notes),
+    }
+
+
+def hardware(config: EngineConfig) -> str:
+    """Describe the hardware that the engine runs on."""
+    if config.device == "cpu":
+        return f"{os.cpu_count()} CPU cores, {platform.machine()}, {_threads(config)}"
+    shared = ", drafter on the verifier's" if config.draft and config.draft.placement == "colocated" else ""
+    count = config.tensor_parallel_size + (0 if shared else config.draft_ranks)
+    return f"{count} x {torch.cuda.get_device_name()}{shared}"
+
+
+def _threads(config: EngineConfig) -> str:
+    number, alone = config.threads, config.threads_alone
+    if number != alone:
+        return f"threads per verifier rank: {number}, {alone} in steps that ask nothing of the drafter"
+    return "one thread per process" if number == 1 else f"{number} threads per verifier rank"
+
+
+def device_mark(config: EngineConfig) -> str | None:
+    """Return the device's part of the file name; none on CPU."""
+    return "cuda" if config.device == "cuda" else None

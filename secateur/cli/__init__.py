@@ -46,14 +46,14 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; errors become one message on stderr and an exit code, warnings a line each."""
+def main(argv: list[str] | None = None, own: typer.Typer = app) -> int:
+    """Run a command line; errors become one message on stderr and an exit code, warnings a line each."""
     if COMPLETE_VARIABLE in os.environ:
         prepare_completion()
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
-            app(args=argv, prog_name="secateur")
+            own(args=argv, prog_name="secateur" if own is app else None)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     except ConfigError as error:

@@ -17,7 +17,7 @@ if torch.cuda.is_available():
 
 from safetensors.torch import load_file
 
-from cluster.bench.setup import bytes_per_weight
+from bench.speed import bytes_per_weight
 from cluster.planner.memory import model_shards, sizes_in_8_bits
 from cluster.planner.roofline import reading_ms
 from tests.end_to_end.test_simulated_cuda import COUPLED, DYNAMIC, config_for, jobs, run

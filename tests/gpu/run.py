@@ -43,8 +43,8 @@ def tests(*arguments: str) -> tuple[str, ...]:
     return ("pytest", "--durations=8", "-o", "faulthandler_timeout=100", *arguments)
 
 
-def bench(*arguments: str) -> tuple[str, ...]:
-    return ("secateur", "bench", *arguments, "--device", "cuda", "--output", "{output}")
+def bench(name: str, *arguments: str) -> tuple[str, ...]:
+    return (f"bench.{name}", *arguments, "--device", "cuda", "--output", "{output}")
 
 
 TOGETHER = [
@@ -58,20 +58,20 @@ TOGETHER = [
     Part("weights", "the weights of the padded 8B target, for the benchmarks", 4, ("tests.gpu.weights", CACHE)),
 ]  # fmt: skip
 ALONE = [
-    Part("floor", "the verify step of a target padded to 8B, against reading its weights once", 5,
-         bench("step", *ON_8B)),
+    Part("floor", "the forward of a target padded to 8B, against reading its weights once", 5,
+         bench("forward", *ON_8B)),
     Part("peers", "per-token latency of that target beside generate and assisted generation", 6,
-         bench("latency", *ON_8B, "--contestants", "off,dynamic,auto,generate,assisted")),
-    Part("kernels", "each kernel's time beside its twin's", 3, ("tests.bench.kernels",)),
-    Part("profile", "each kernel's share of a verify step and of a tree", 3, ("tests.bench.gpu_profile",)),
+         bench("speed", *ON_8B, "--contestants", "off,dynamic,auto,generate,assisted")),
+    Part("kernels", "each kernel's time beside its twin's", 3, ("bench.kernels", "--output", "{output}")),
+    Part("profile", "each kernel's share of a verify step and of a tree", 3, ("bench.gpu_profile",)),
 ]  # fmt: skip
 """With those before, 25 minutes at most. What follows in AFTERWARDS takes longer."""
 AFTERWARDS = [
     Part("throughput", "several requests on the 8B target", 15,
-         bench("throughput", *ON_8B, "--contestants", "off,dynamic,auto", "--temperatures", "0")),
-    Part("bundled-latency", "the bundled pair", 10, bench("latency")),
-    Part("bundled-throughput", "the bundled pair, several requests", 10, bench("throughput")),
-    Part("bundled-step", "the parts of its step", 5, bench("step")),
+         bench("speed", *ON_8B, "--contestants", "off,dynamic,auto", "--batches", "8", "32", "--temperatures", "0")),
+    Part("bundled", "the bundled pair, one request and several", 20, bench("speed", "--batches", "1", "8", "32")),
+    Part("step", "the parts of its step", 5,
+         ("secateur", "bench", "step", "--device", "cuda", "--output", "{output}")),
 ]  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def run(part: Part, output: Path) -> bool:
 def main() -> None:
     parts = {part.name: part for part in (*TOGETHER, *ALONE, *AFTERWARDS)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("tests/bench/results"))
+    parser.add_argument("--output", type=Path, default=Path("bench/results"))
     parser.add_argument("--only", nargs="+", choices=parts, help="these parts alone")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)

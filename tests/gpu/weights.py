@@ -3,10 +3,9 @@
 import sys
 from pathlib import Path
 
-from cluster.bench.setup import scaled
-from secateur.bench import TargetSize
+from bench.harness import scaled
 from secateur.config import EngineArgs
 
 if __name__ == "__main__":
-    with scaled(EngineArgs(device="cuda"), TargetSize.parse("8b"), Path(sys.argv[1]), print):
+    with scaled(EngineArgs(device="cuda"), "8b", Path(sys.argv[1]), print):
         pass

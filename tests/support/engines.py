@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from cluster.bench.prompts import encode_prompts
 from cluster.bench.runner import GeneratedAnswer, GenerationJob, Runner  # noqa: F401  # the tests' door to running engines
+from cluster.bench.setup import encode_prompts
 from cluster.http.tokenizer import Tokenizer
 from secateur.prompts import BUNDLED_PROMPTS, read_prompts
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig

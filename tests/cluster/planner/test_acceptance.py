@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from cluster.bench.sequoia import best_tree, expected_accepted
+from bench.sequoia import best_tree, expected_accepted
 from cluster.planner.acceptance import acceptance_curve, best_lengths
 from drafter.tree.policy import TYPICAL_CHILDREN
 from tests.support.engines import STATIC_PATHS

@@ -1,0 +1,1 @@
+"""Measurements for developers: `python -m bench.NAME` in a checkout. They report and never assert on time."""

@@ -1,0 +1,470 @@
+"""Counts what a step costs around the GPU's arithmetic, without a GPU: launches, host time, instructions.
+
+    python -m bench.gpu_counts [--parts launches calls bytes host ...] [--archs 80 90 100] [--output DIR]
+
+There is one table per part:
+
+    launches   kernels in the graph of a whole tree, on the simulated device
+    calls      launches, copies and replays that the host makes in a step, on the simulated device
+    bytes      what a forward's attention plan sends to the device, on the simulated device
+    host       thread CPU time of the host's code in a step; the models' own time is left out
+    buckets    the share of steps that are replayed from a graph, in simulated traffic
+    cuts       the launches that find the threshold of top-k and top-p, and the programs of each
+    kernels    registers, spills, shared memory and instructions of every Triton kernel, compiled ahead of time
+
+Compiling takes minutes. The Triton that PyTorch's CUDA build pins may come first on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.harness import command, parser
+from cluster.bench.report import reporting
+from drafter.proposers.base import FeatureProposer, head_graphs, head_tree_graphs
+from drafter.proposers.eagle3 import Eagle3Head
+from drafter.tree.policy import make_tree_policy
+from drafter.worker import draft
+from secateur.cli.bench import say
+from tests.support import checkpoints
+from tests.support.engine_here import Pair, engine_here
+from tests.support.engines import BUNDLED, DYNAMIC, bundled
+from tests.support.simulated_cuda import SimulatedCuda, simulated_cuda
+from verifier.adaptive.cost_model import RowCosts
+from workers.comm import wire
+from workers.comm.channel import Received
+from workers.comm.ipc import Submit
+from workers.comm.wire import Kind
+from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
+from workers.cuda_graphs import Size, decoder_graphs, fitting, sizes
+from workers.kernels import fused, pointwise
+from workers.models.readers import read_spec
+from workers.settings import Constraints, SamplingSettings
+from workers.types import AttentionMetadata, DraftReply, DraftRequest, TargetStep
+
+PARTS = ("launches", "calls", "bytes", "host", "buckets", "cuts", "kernels")
+BATCHES = (1, 8, 32)
+NUM_STEPS, WARM_UP, NUM_ROUNDS = 50, 20, 5
+AUTO = replace(
+    DYNAMIC, prune=PruneConfig(auto=True, prompt_lookup=False, simulated_costs=SimulatedCosts(step_ms=10, row_ms=0.01))
+)
+"""Trees of 16 nodes and 8 levels, with costs that make every step draft."""
+Table = Iterator[list[object]]
+
+
+# ---- launches
+
+
+@contextmanager
+def as_one_launch(cuda: SimulatedCuda) -> Iterator[Any]:
+    """Yield Triton's kernel set with each pointwise chain as one launch, as `workers.kernels.compiled` has it."""
+
+    def chain(name: str, *args: Any, **options: Any) -> Any:
+        work = cuda._captured.work if cuda._captured is not None else []
+        before = len(work)
+        result = getattr(fused, name)(*args, **options)
+        merged = work[before:]
+        work[before:] = [lambda: [again() for again in merged]]
+        return result
+
+    kernels = SimpleNamespace(**{name: getattr(fused, name) for name in fused.__all__})
+    for name in pointwise.__all__:
+        setattr(kernels, name, partial(chain, name))
+    yield kernels
+
+
+def launches() -> Table:
+    """Yield the tree graphs of one request by shape and sampling parameters; a compiled chain counts as one."""
+    yield ["a tree of 8 levels and 16 nodes", "launches", "of the draft model", "others"]
+    read_spec(BUNDLED / "target")  # transformers must be imported while torch is as it is
+    chain = TreeConfig(kind="chain", num_speculative_tokens=8)
+    for shape, tree in (("under auto", AUTO), ("with budgets", DYNAMIC), ("a chain of 8", chain)):
+        config = bundled(tree, max_num_seqs=1, device="cuda")
+        with simulated_cuda() as cuda, as_one_launch(cuda) as kernels:
+            head = checkpoints.load_eagle3(BUNDLED / "eagle3", BUNDLED / "target", device="cuda", kernels=kernels)
+            in_model = _counted_passes(head, cuda)
+            graphs = head_tree_graphs(head, head.new_kv_pool(64 * config.page_size), config)
+            for (_, has_truncation, has_penalties), graph in zip(graphs._grow, cuda.graphs, strict=True):
+                name = "with penalties" if has_penalties else "with top-k and top-p" if has_truncation else "plain"
+                inside = in_model[id(graph)]
+                yield [f"{shape}, {name}", len(graph.work), inside, len(graph.work) - inside]
+
+
+def _counted_passes(head: Eagle3Head, cuda: SimulatedCuda) -> Counter[int]:
+    """Count the captured launches of the head's passes from now on, by the graph's id."""
+    in_model: Counter[int] = Counter()
+
+    def counted(run: Callable[..., Tensor], *args: Any) -> Tensor:
+        graph = cuda._captured
+        before = len(graph.work) if graph else 0
+        result = run(*args)
+        if graph is not None:
+            in_model[id(graph)] += len(graph.work) - before
+        return result
+
+    head.forward, head.logits = partial(counted, head.forward), partial(counted, head.logits)  # type: ignore[method-assign]
+    return in_model
+
+
+# ---- calls
+
+
+def calls() -> Table:
+    """Yield the mean number of device calls of a step by an engine with two requests, its drafter's included."""
+    from tests.end_to_end.test_simulated_cuda import config_for, jobs, run
+
+    yield ["two requests, on the engine's and the drafter's side", "calls a step", "steps"]
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        checkpoints.write_model(root / "target", "qwen2", num_hidden_layers=3)
+        checkpoints.write_eagle3(root / "eagle3")
+        greedy = [SamplingSettings(temperature=0.0)] * 2
+        for name, tree, sampling in (
+            ("greedy", AUTO, greedy),
+            ("T=1", AUTO, [SamplingSettings(seed=seed) for seed in range(2)]),
+            ("top-k and top-p", AUTO, [SamplingSettings(top_p=0.9, top_k=20, seed=seed) for seed in range(2)]),
+            ("penalties", AUTO, [SamplingSettings(constraints=Constraints(presence_penalty=0.3))] * 2),
+            ("greedy, a chain of 5", TreeConfig(kind="chain", num_speculative_tokens=5), greedy),
+            ("greedy, trees of a fixed budget", DYNAMIC, greedy),
+        ):
+            made = run(config_for(root, "eagle3", tree), jobs(sampling, "coupled"))
+            yield [name, round(made.num_calls / made.num_steps, 1), made.num_steps]
+
+
+# ---- bytes
+
+
+def bytes_sent() -> Table:
+    """Yield the mean bytes of a decoding step in which every request gains 4 tokens; its tree has 17 rows."""
+    yield ["requests and their tokens", "bytes a step of rows and tiles", "of page tables", "whole page tables"]
+    for num_requests, num_tokens in ((1, 2048), (32, 2048), (1, 32768), (32, 32768)):
+        config = EngineConfig(model_path="", max_model_len=num_tokens + 512)
+        size, num_steps = config.page_size, 64
+        width = config.pages_for(config.max_model_len)
+        with simulated_cuda() as cuda:
+            plan, sent = None, 0
+            for step in range(-1, num_steps):
+                # Lengths differ, so that some requests gain a page in every step.
+                base_B = num_tokens + 4 * step + np.arange(num_requests, dtype=np.int32)
+                num_pages_B = -(-(base_B + 17) // size)
+                page_BP = 1 + np.arange(num_requests, dtype=np.int32)[:, None] * width + np.arange(num_pages_B.max())
+                table_BP = np.where(np.arange(num_pages_B.max()) < num_pages_B[:, None], page_BP, 0).astype(np.int32)
+                row_N = np.tile(np.arange(17), num_requests)
+                metadata = AttentionMetadata(
+                    query_offsets=17 * np.arange(num_requests + 1, dtype=np.int32),
+                    page_table_BP=table_BP,
+                    base_B=base_B,
+                    slot_N=base_B.repeat(17) + row_N.astype(np.int32),
+                    visible_N=base_B.repeat(17),
+                    ancestors_N=(2 << row_N) - 1,
+                )
+                before = cuda.num_bytes_sent
+                if plan is None:  # as a graph's, for the longest request; filled for the first time
+                    widest = np.pad(table_BP, ((0, 0), (0, width - table_BP.shape[1])))
+                    plan = fused.plan(replace(metadata, page_table_BP=widest), size, group_size=4, device="cuda")
+                else:
+                    fused.plan(metadata, size, group_size=4, device="cuda", into=plan)
+                    sent += cuda.num_bytes_sent - before
+        assert plan is not None
+        rest = plan.buffer.nbytes
+        yield [f"{num_requests} x {num_tokens}", rest, round(sent / num_steps) - rest, 4 * table_BP.size]
+
+
+# ---- the host's time
+
+
+def host() -> Table:
+    """Yield means in ms over decoding steps. Each part runs alone, several times; the fastest round counts."""
+    yield ["ms of thread CPU time", *(f"{batch} requests" for batch in BATCHES)]
+    gc.freeze()
+    with _small_models() as (config, pair):
+        columns = [_host_column(config, pair, batch) for batch in BATCHES]
+    for name in columns[0]:
+        yield [name, *(round(column[name], 3) for column in columns)]
+    yield ["together", *(round(sum(column.values()), 3) for column in columns)]
+    yardstick = round(_fastest_ms(_yardstick, [None] * NUM_STEPS), 3)
+    yield ["yardstick: 100 sums of two arrays of 16", *[yardstick] * len(columns)]
+
+
+def _yardstick(_: None) -> None:
+    """Do a fixed amount of the same kind of work, because the machine's speed varies with its load."""
+    one = np.ones(16)
+    for _i in range(100):
+        one + one
+
+
+def _fastest_ms(call: Callable[[Any], object], arguments: Sequence[Any]) -> float:
+    """Return the mean time of a call in the fastest round over all arguments. Reading the clock is not cheap."""
+    rounds = []
+    for _ in range(NUM_ROUNDS):
+        began = time.thread_time()
+        for argument in arguments:
+            call(argument)
+        rounds.append(time.thread_time() - began)
+    return 1e3 * min(rounds) / len(arguments)
+
+
+@contextmanager
+def _small_models() -> Iterator[tuple[EngineConfig, Pair]]:
+    """Yield a target of three layers and a head, with a configuration for them."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        checkpoints.write_model(root / "target", "qwen2", num_hidden_layers=3)
+        checkpoints.write_eagle3(root / "eagle3")
+        draft = DraftConfig(method="eagle3", model_path=str(root / "eagle3"), placement="colocated", tree=AUTO)
+        yield (
+            EngineConfig(
+                model_path=str(root / "target"),
+                max_model_len=512,
+                max_num_seqs=max(BATCHES),
+                num_pages=1 + 32 * max(BATCHES),
+                enable_prefix_caching=False,
+                draft=draft,
+            ),
+            Pair.load(root / "target", root / "eagle3"),
+        )
+
+
+def _host_column(config: EngineConfig, pair: Pair, batch: int) -> dict[str, float]:
+    recorded = Recorded()
+    _run_engine(config, pair, batch, recorded)
+    requests, replies = recorded.requests[-NUM_STEPS:], recorded.replies[-NUM_STEPS:]
+    assert all(len(reply.pruned_GD) == batch for reply in replies), "every step drafts for every request"
+    column = {
+        "engine": min(_run_engine(config, pair, batch, replace(recorded, is_replayed=True)) for _ in range(NUM_ROUNDS))
+    }
+    for name, sent in (("request to and from bytes", requests), ("reply to and from bytes", replies)):
+        column[name] = _fastest_ms(lambda message: wire.unpack(*wire.pack(message)), sent)
+    column["target's attention plan and inputs"] = _plan_ms(recorded.steps[-NUM_STEPS:], pair, config)
+    return column | _drafter_times(requests, pair, config)
+
+
+@dataclass
+class Recorded:
+    """The answers of models and drafter in a run of an engine, so that another run takes only the engine's time."""
+
+    steps: list[TargetStep] = field(default_factory=list)
+    drawn: list[list[int]] = field(default_factory=list)
+    states: list[Tensor | None] = field(default_factory=list)
+    requests: list[DraftRequest] = field(default_factory=list)
+    replies: list[DraftReply] = field(default_factory=list)
+    is_replayed: bool = False
+
+
+def _run_engine(config: EngineConfig, pair: Pair, batch: int, recorded: Recorded) -> float:
+    """Run WARM_UP + NUM_STEPS steps; return the mean of the last ones in ms of thread CPU time."""
+    with engine_here(config, pair, RowCosts(np.array([1.0, 512.0]), np.array([10.0, 15.0]))) as here:
+        target, drafter = here.engine._target, here.engine._drafter.channel
+        if recorded.is_replayed:
+            drawn, states, replies = iter(recorded.drawn), iter(recorded.states), iter(recorded.replies)
+            features = torch.zeros(1 + 9 * max(BATCHES) + 64 * max(BATCHES), pair.head.width)
+            target.run = lambda step, number: next(drawn)  # type: ignore[method-assign]
+            target.states = lambda: next(states)  # type: ignore[method-assign]
+            target.features = lambda state_NX: features[: len(state_NX)]  # type: ignore[method-assign]
+            drafter.send = lambda message, step: None  # type: ignore[union-attr, method-assign]
+            drafter.receive = lambda: Received(Kind.DRAFT_REPLY, 0, next(replies))  # type: ignore[union-attr, method-assign]
+        else:
+            run, keep_states = target.run, target.states
+
+            def kept(step: TargetStep, number: int) -> list[int]:
+                recorded.steps.append(step)
+                recorded.drawn.append(run(step, number))
+                return recorded.drawn[-1]
+
+            def kept_states() -> Tensor | None:
+                recorded.states.append(keep_states())
+                return recorded.states[-1]
+
+            target.run, target.states = kept, kept_states  # type: ignore[method-assign]
+        for id in range(batch):
+            sampling, prompt = SamplingSettings(temperature=1.0, seed=id), [2 + (7 * id + n) % 90 for n in range(40)]
+            here.submit(Submit(id=id, prompt=prompt, max_tokens=450, sampling=sampling, ignore_eos=True))
+        for _ in range(WARM_UP):
+            here.step()
+        began = time.thread_time()
+        for _ in range(NUM_STEPS):
+            here.engine.step()
+        passed = time.thread_time() - began
+        if not recorded.is_replayed:
+            recorded.requests, recorded.replies = drafter.requests, drafter.replies  # type: ignore[union-attr]
+    return 1e3 * passed / NUM_STEPS
+
+
+def _plan_ms(steps: list[TargetStep], pair: Pair, config: EngineConfig) -> float:
+    """Time the host's part of a replayed forward: its plan and the copies of its inputs."""
+    decoder = pair.decoder
+    with _triton(decoder):
+        graphs = decoder_graphs(decoder, decoder.new_kv_pool(16), config, is_captured=False)
+        for size, bucket in graphs._buckets.items():
+            bucket.replay = partial(tuple, [torch.zeros(size.rows, 1)])
+        return _fastest_ms(lambda step: graphs(step.attention, step.token_N, step.position_N), steps)
+
+
+@contextmanager
+def _triton(model: Any) -> Iterator[None]:
+    """Let a model plan for Triton kernels."""
+    kept, model.kernels = model.kernels, fused
+    try:
+        yield
+    finally:
+        model.kernels = kept
+
+
+def _drafter_times(requests: list[DraftRequest], pair: Pair, config: EngineConfig) -> dict[str, float]:
+    """Time `draft` with replays that take no time and return a chain, and the two attention plans in it."""
+    head, planned, moved = pair.head, [], []
+    with _triton(head):
+        pool = head.new_kv_pool(16)
+        graphs = head_graphs(head, pool, config, is_captured=False)
+        trees = head_tree_graphs(head, pool, config, is_captured=False)
+        for size, bucket in graphs._buckets.items():
+            bucket.replay = partial(tuple, [torch.zeros(size.rows, head.width)])
+        trees._grow = {key: partial(_chains, key[0], AUTO.num_speculative_tokens) for key in trees._grow}
+        proposer = FeatureProposer(head, pool, config.page_size, config.tree_rows, graphs, trees)
+        call = partial(draft, proposer=proposer, policy=make_tree_policy(AUTO), kernels=fused)
+        plan = graphs._plan
+        whole_ms = _fastest_ms(call, requests)
+
+        def kept(metadata: AttentionMetadata, into: Any) -> Any:
+            planned.append((metadata, into))
+            return plan(metadata, into=into)
+
+        def kept_move(move: Callable[..., None], *given: Any) -> None:
+            moved.append((move, given))
+            move(*given)
+
+        graphs._plan = kept  # type: ignore[assignment]
+        for own in trees._plans.values():
+            own.move = partial(kept_move, own.move)
+        for request in requests:
+            call(request)
+        plan_ms = _fastest_ms(lambda given: plan(given[0], into=given[1]), planned)
+        plan_ms += _fastest_ms(lambda given: given[0](*given[1]), moved)
+    return {"drafter's two attention plans": plan_ms, "drafter's other Python": whole_ms - plan_ms}
+
+
+@cache
+def _chains(num_requests: int, num_nodes: int) -> Tensor:
+    """Return what a tree graph does for chains of 8 nodes."""
+    row = torch.arange(1 + num_nodes, dtype=torch.float64)
+    fields = torch.stack([row, (row - 1).clamp(min=0), row, (row < 9) * 0.8**row, 0.8**row])
+    return fields.flatten().repeat(num_requests, 1)
+
+
+# ---- buckets
+
+
+def buckets() -> Table:
+    """Yield the share of replayed steps by the number of concurrent requests, with trees of up to 17 rows."""
+    yield ["concurrent requests", "steps", "replayed", "rows in them that are padding", "largest step"]
+    config = EngineConfig(model_path="", draft=DraftConfig(method="ngram", model_path="", tree=AUTO))
+    made = sizes(config)
+    for concurrency in (1, 4, 16, 32, 64):
+        steps = _traffic(concurrency, config.max_num_batched_tokens)
+        found = [fitting(Size.of(*step), made, config.max_num_seqs) for step in steps]
+        num_rows = [(size.rows, rows) for size, (rows, _) in zip(found, steps, strict=True) if size is not None]
+        ran, needed = map(sum, zip(*num_rows, strict=True))
+        replayed = f"{sum(size is not None for size in found) / len(steps):.2%}"
+        yield [concurrency, len(steps), replayed, f"{1 - needed / ran:.1%}", max(rows for rows, _ in steps)]
+    yield ["graphs of a forward", len(made), "", "", made[0].rows]
+
+
+def _traffic(concurrency: int, most_rows: int, num_steps: int = 4000) -> list[tuple[int, int]]:
+    """Return (rows, requests) of the steps of requests that follow one another.
+
+    Prompts have 20 to 8000 tokens, of median 400, and answers of median 200, at 3.5 tokens a step.
+    """
+    rng = np.random.default_rng(concurrency)
+    steps: list[tuple[int, int]] = []
+    prompt, left = np.zeros(concurrency, dtype=int), np.zeros(concurrency)
+    while len(steps) < num_steps:
+        is_new = (prompt == 0) & (left <= 0)
+        prompt[is_new] = np.clip(rng.lognormal(6.0, 1.0, is_new.sum()), 20, 8000)
+        left[is_new] = rng.lognormal(5.3, 0.7, is_new.sum())
+        is_decoding = prompt == 0
+        rows, requests = int(rng.integers(1, 18, is_decoding.sum()).sum()), int(is_decoding.sum())
+        left[is_decoding] -= rng.uniform(1, 6, is_decoding.sum())
+        for request in np.flatnonzero(~is_decoding):
+            chunk = min(prompt[request], most_rows - rows)
+            rows, requests, prompt[request] = rows + int(chunk), requests + bool(chunk), prompt[request] - chunk
+        steps.append((rows, requests))
+    return steps
+
+
+# ---- cuts
+
+
+def cuts() -> Table:
+    """Yield the programs of each launch by the numbers of rows and columns. An H100 has 132 multiprocessors."""
+    yield ["rows", "columns", "programs of each launch"]
+    with simulated_cuda() as cuda:
+        for rows, columns in product((1, 17, 32), (32_000, 128_256, 151_936)):
+            cuda.grids.clear()
+            x = torch.zeros(rows, columns, device="cuda")
+            top_k, top_p = torch.zeros(rows, dtype=torch.int32, device="cuda"), torch.ones(rows, device="cuda")
+            fused.truncation_threshold(x, top_k, top_p)
+            yield [rows, columns, ", ".join(f"{name} {programs}" for name, programs in cuda.grids)]
+
+
+# ---- kernels
+
+
+def kernels(archs: Sequence[int]) -> Table:
+    """Yield the resources of every kernel, from a process whose Triton compiles."""
+    command = [sys.executable, "-m", "tests.support.compile_kernels", "--json", "--archs", *map(str, archs)]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
+    yield [
+        f"Triton {found['triton']}", "sm", "registers", "stack bytes", "shared KiB", "instructions",
+        "instructions of each loop",
+    ]  # fmt: skip
+    for row in found["rows"]:
+        loops = ", ".join(map(str, row["loops"]))
+        yield [
+            row["name"], row["arch"], row["registers"], row["stack_bytes"], round(row["shared_bytes"] / 1024, 1),
+            row["instructions"], loops,
+        ]  # fmt: skip
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    made.add_argument("--archs", type=int, nargs="+", default=[80, 90, 100], help="compute capabilities x 10")
+    options = made.parse_args()
+    counters: dict[str, Callable[[], Table]] = {
+        "launches": launches, "calls": calls, "bytes": bytes_sent, "host": host, "buckets": buckets, "cuts": cuts,
+        "kernels": partial(kernels, options.archs),
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    about = {"command": command(), "torch": torch.__version__, "hardware": "without a GPU"}
+    with reporting(options.output, "gpu-counts", about, say) as report:
+        for part in options.parts:
+            say(part)
+            header, *rows = counters[part]()
+            for row in rows:
+                report.add(part, dict(zip(map(str, header), row, strict=True)))
+    print(report.markdown)
+
+
+if __name__ == "__main__":
+    main()
