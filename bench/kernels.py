@@ -42,8 +42,9 @@ def main() -> None:
     options = parser(__doc__).parse_args()
     about = {"command": command(), "hardware": torch.cuda.get_device_name(), "torch": torch.__version__}
     with reporting(options.output, "kernels", about, say, "cuda") as report:
-        for table, row in (*(("kernels", row) for row in kernels()), *(("whole passes", row) for row in passes())):
-            say(str(report.add(table, row)))
+        for table, rows in (("kernels", kernels()), ("whole passes", passes())):
+            for row in rows:
+                say(str(report.add(table, row)))
     print(report.markdown)
 
 
