@@ -107,7 +107,7 @@ docs: $(VENV)/.installed-docs ## build the documentation site into build/docs
 
 # The corpus is read from the packages of the virtual environment.
 models: $(VENV)/.installed-test ## train the bundled models again (MINUTES=120)
-	$(BIN)/python training/train.py --minutes $(MINUTES)
+	$(BIN)/python -m training.train --minutes $(MINUTES)
 
 clean: ## remove the virtual environment, build outputs and caches
 	rm -rf $(VENV) .clients build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,9 +1,9 @@
 """The allowed imports between packages, checked in the source files, `import_module` with a literal included.
 
-secateur and workers are leaves; drafter and verifier import workers; cluster may import all of these, and bench
-everything. Nobody imports bench. The commands of
-secateur.cli that run models may import cluster inside a function body. Only cluster imports ray and the web framework;
-secateur imports no torch either.
+secateur and workers are leaves; drafter and verifier import workers; cluster may import all of these. bench and
+training may import the whole product; nobody imports them. The commands of secateur.cli that run models may import
+cluster inside a function body. Of the product only cluster imports ray and the web framework; secateur imports no torch
+either.
 """
 
 import ast
@@ -15,14 +15,15 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = {"secateur", "workers", "drafter", "verifier", "cluster"}
-FOLDERS = PRODUCT | {"bench"}
+FOLDERS = PRODUCT | {"bench", "training"}
 MAY_IMPORT = {
     "secateur": {"secateur"},
     "workers": {"workers"},
     "drafter": {"drafter", "workers"},
     "verifier": {"verifier", "workers"},
     "cluster": PRODUCT,
-    "bench": FOLDERS,
+    "bench": PRODUCT | {"bench"},
+    "training": PRODUCT | {"training"},
 }
 ONLY_CLUSTER = {"ray", "fastapi", "starlette", "uvicorn"}
 NEVER_IN_SECATEUR = {"torch", "transformers", "safetensors", "triton", "numpy"} | ONLY_CLUSTER
@@ -73,7 +74,7 @@ def broken_rules(module: str, source: str) -> list[str]:
         allowed = MAY_IMPORT[folder] | (LATE_IMPORTS.get(module, set()) if in_function else set())
         if name in FOLDERS and name not in allowed:
             broken.append(f"{module}:{line} imports {name}")
-        if name in ONLY_CLUSTER and folder not in ("cluster", "bench"):
+        if name in ONLY_CLUSTER and folder not in ("cluster", "bench", "training"):
             broken.append(f"{module}:{line} imports {name}; only cluster may")
         elif folder == "secateur" and name in NEVER_IN_SECATEUR:
             broken.append(f"{module}:{line} imports {name}; secateur never does")
@@ -155,7 +156,8 @@ def test_the_http_service_the_planner_and_benchmarks_do_not_import_ray():
 
 
 def test_only_what_runs_models_imports_cluster():
-    others = [(module, path) for module, path in source_files() if not module.startswith(("cluster.", "bench."))]
+    may = ("cluster.", "bench.", "training.")
+    others = [(module, path) for module, path in source_files() if not module.startswith(may)]
     users = {module for module, path in others for name, *_ in imports_of(path.read_text()) if name == "cluster"}
     assert users == LATE_IMPORTS.keys()
 
@@ -182,6 +184,8 @@ def test_only_what_runs_models_imports_cluster():
         ("verifier.engine", "class A:\n    def f(self):\n        import ray"),
         ("drafter.loop", "import fastapi"),
         ("cluster.bench.step", "import bench.speed"),
+        ("bench.speed", "import training.head"),
+        ("workers.types", "import training.data"),
         ("secateur.cli.bench", "def f():\n    from bench.speed import run"),
         ("workers.comm.wire", "import importlib\nimportlib.import_module('drafter.worker')"),
         ("verifier.engine", "def f():\n    import_module('drafter.worker', None)"),

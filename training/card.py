@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from evaluate import evaluate
+from training.evaluate import evaluate
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CARD = """\

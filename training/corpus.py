@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from chat import CHAT_TEMPLATE, Chat, make_chats, render
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from training.chat import CHAT_TEMPLATE, Chat, make_chats, render
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +192,8 @@ def cut_prompt(tokenizer: Tokenizer, text: str, rng: random.Random, is_at_line_e
 
 def code_prompts(tokenizer: Tokenizer, held_out: list[Document], training_text: str, count: int) -> list[dict]:
     """Return `count` code prefixes from held-out files, alternately cut at a line end and within a line."""
-    rng, rows, round_robin = random.Random(1), [], 0
+    rng, round_robin = random.Random(1), 0
+    rows: list[dict] = []
     while len(rows) < count:
         document = held_out[round_robin % len(held_out)]
         round_robin += 1
@@ -204,7 +206,8 @@ def code_prompts(tokenizer: Tokenizer, held_out: list[Document], training_text: 
 
 def chat_prompts(chats: list[Chat], licences: dict[str, str], training_text: str, count: int) -> list[dict]:
     """Return `count` questions about held-out functions of different files. licences: path -> licence."""
-    rows, seen = [], set()
+    rows: list[dict] = []
+    seen: set[str] = set()
     for chat in chats:
         question = next((m["content"] for m in chat.messages if m["role"] == "user"), "")
         if chat.path and chat.path not in seen and question not in training_text and len(question) < 400:

@@ -25,13 +25,13 @@ class TokenStream:
 
     def windows(self, num_windows: int, length: int) -> Tensor:
         """Return random windows [num_windows, length] int64; `SNAP_SHARE` of them begin at a document."""
-        options = {"device": self.tokens.device, "generator": self.generator}
+        device, generator = self.tokens.device, self.generator
         last = len(self.tokens) - length
-        anywhere = torch.randint(0, last, (num_windows,), **options)
-        documents = torch.randint(0, len(self.first_tokens), (num_windows,), **options)
-        snapped = torch.rand(num_windows, **options) < SNAP_SHARE
+        anywhere = torch.randint(0, last, (num_windows,), generator=generator, device=device)
+        documents = torch.randint(0, len(self.first_tokens), (num_windows,), generator=generator, device=device)
+        snapped = torch.rand(num_windows, generator=generator, device=device) < SNAP_SHARE
         starts = torch.where(snapped, self.first_tokens[documents].clamp(max=last), anywhere)
-        offsets = torch.arange(length, device=self.tokens.device)
+        offsets = torch.arange(length, device=device)
         return self.tokens[starts[:, None] + offsets].long()
 
 

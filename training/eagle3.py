@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from data import Corpus
-from language_model import BatchShape, Shapes, Trained, mixed_batch, mixed_precision
 from safetensors.torch import save_file
-from schedule import Optimisers, TimeBudget
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from training.data import Corpus
+from training.language_model import BatchShape, Shapes, Trained, mixed_batch, mixed_precision
+from training.schedule import Optimisers, TimeBudget
 
 DRAFT_VOCAB_SIZE = 1536
 ALWAYS_DRAFTED = (0, 2)
@@ -116,6 +117,8 @@ class TrainableEagle3Head(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, len(draft_ids), bias=False)
         in_draft = torch.zeros(config.vocab_size, dtype=torch.bool, device=draft_ids.device)
+        self.d2t: Tensor
+        self.t2d: Tensor
         self.register_buffer("d2t", draft_ids - torch.arange(len(draft_ids), device=draft_ids.device))
         self.register_buffer("t2d", in_draft.index_fill(0, draft_ids, True))
 
@@ -168,7 +171,8 @@ class TrainableEagle3Head(nn.Module):
         features_BTF: [B, N, 3H], embeds_BTH: [B, N, H], target_logits: [B, N, V].
         """
         num_starts = features_BTF.shape[1] - 1 - num_steps
-        hidden, cache, outputs = self.fc(features_BTF[:, :num_starts]), [], []
+        hidden, outputs = self.fc(features_BTF[:, :num_starts]), []
+        cache: list[KeyValue] = []
         for s in range(num_steps):
             window = slice(1 + s, 1 + s + num_starts)
             hidden = self.step(embeds_BTH[:, window], hidden, cache)

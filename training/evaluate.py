@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from data import Corpus, TokenStream, load_corpus
-from eagle3 import TargetView, TrainableEagle3Head, view_target
-from language_model import continue_greedily_or_sample, load_model, next_token_loss
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
+
+from training.data import Corpus, TokenStream, load_corpus
+from training.eagle3 import TargetView, TrainableEagle3Head, view_target
+from training.language_model import continue_greedily_or_sample, load_model, next_token_loss
 
 NUM_STEPS = 5
 TOP_K = 4

@@ -1,6 +1,6 @@
 """Train an EAGLE-3 head for a target that this engine serves.
 
-    python training/head.py --target smollm2 --minutes 120 --out secateur/bundled/smollm2-eagle3
+    python -m training.head --target smollm2 --minutes 120 --out secateur/bundled/smollm2-eagle3
 
 Two stages; each continues where an earlier call stopped:
   answers    the target answers questions in this engine, a third of them greedily, the others at temperature 1; it
@@ -29,17 +29,17 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from eagle3 import TrainableEagle3Head, feature_layers, head_config
-from language_model import mixed_precision
-from questions import Conversation, make_questions
 from safetensors.torch import load_file, save_file
-from schedule import Optimisers, TimeBudget
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from cluster.bench.runner import GenerationJob, Runner
 from cluster.convert import engine_config, fetch_weights, with_tokenizer
 from secateur.config import EngineArgs
+from training.eagle3 import KeyValue, TrainableEagle3Head, feature_layers, head_config
+from training.language_model import mixed_precision
+from training.questions import Conversation, make_questions
+from training.schedule import Optimisers, TimeBudget
 from workers.settings import SamplingSettings
 
 logger = logging.getLogger("head")
@@ -283,7 +283,8 @@ def unrolled_loss(
     loss is its negative logarithm (Samarin et al., "LK losses", 2026). first: the earliest start of a draft.
     """
     num_starts = batch.embeds_BNH.shape[1] - 1 - num_steps
-    hidden, cache = head.fc(batch.features_BNF[:, :num_starts]), []
+    hidden = head.fc(batch.features_BNF[:, :num_starts])
+    cache: list[KeyValue] = []
     total, agreement, acceptance = torch.zeros((), device=hidden.device), [], []
     for s in range(num_steps):
         begin = 1 + s if s == 0 else 1 + s + first

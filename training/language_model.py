@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from data import Corpus
-from schedule import Optimisers, TimeBudget
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from training.data import Corpus
+from training.schedule import Optimisers, TimeBudget
 
 END_IDS = [0, 2]
 """<|endoftext|> and <|im_end|>."""

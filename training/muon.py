@@ -35,7 +35,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # without closures
         """Update all parameters, those of one shape together."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
@@ -47,7 +47,7 @@ class Muon(torch.optim.Optimizer):
 
     def _step_shape(self, params: list[Tensor], lr: float, momentum: float, weight_decay: float) -> None:
         """Update `params`, all of one shape [R, C], in place."""
-        grads = [param.grad for param in params]
+        grads = [param.grad for param in params if param.grad is not None]
         buffers = [self.state[param].setdefault("momentum", torch.zeros_like(param)) for param in params]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         updates = orthogonalise(torch.stack(torch._foreach_lerp(grads, buffers, momentum)))

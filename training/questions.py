@@ -134,7 +134,7 @@ def _paragraphs() -> list[str]:
     """Return prose from the descriptions of installed packages."""
     found: dict[str, None] = {}
     for package in sorted(distributions(), key=lambda package: package.name or ""):
-        description = str(package.metadata.get_payload() or "")
+        description = str(package.metadata.get_payload() or "")  # type: ignore[attr-defined]  # a message of email
         for paragraph in re.split(r"\n\s*\n", description):
             text = " ".join(paragraph.split())
             is_prose = text[:1].isalpha() and text.endswith(".") and not re.search(r"https?:|[|<>{}`]|::|\]\(", text)

@@ -7,8 +7,9 @@ import time
 from dataclasses import dataclass
 
 import torch
-from muon import Muon
 from torch import Tensor, nn
+
+from training.muon import Muon
 
 logger = logging.getLogger(__name__)
 

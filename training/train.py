@@ -1,7 +1,7 @@
 """Make the bundled models: corpus, target, EAGLE-3 head, draft, model card.
 
-    python training/train.py --minutes 120                  # everything
-    python training/train.py --stage card                   # one stage: evaluates the models, writes MODEL_CARD.md
+    python -m training.train --minutes 120                  # everything
+    python -m training.train --stage card                   # one stage: evaluates the models, writes MODEL_CARD.md
 
 `--minutes` is wall-clock time for the three models, divided by `SHARES`.
 """
@@ -19,9 +19,11 @@ import platform  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
-from data import Corpus, load_corpus  # noqa: E402
-from eagle3 import save_head, train_head  # noqa: E402
-from language_model import (  # noqa: E402
+from transformers import LlamaForCausalLM  # noqa: E402
+
+from training.data import Corpus, load_corpus  # noqa: E402
+from training.eagle3 import TrainableEagle3Head, save_head, train_head  # noqa: E402
+from training.language_model import (  # noqa: E402
     CPU_SHAPES,
     CUDA_SHAPES,
     TINY_SHAPES,
@@ -32,8 +34,7 @@ from language_model import (  # noqa: E402
     train_target,
     write_own_text,
 )
-from schedule import TimeBudget  # noqa: E402
-from transformers import LlamaForCausalLM  # noqa: E402
+from training.schedule import TimeBudget  # noqa: E402
 
 logger = logging.getLogger("train")
 
@@ -85,6 +86,7 @@ class Trainer:
         """Train and save the EAGLE-3 head."""
         target = load_model(self.out / "target", self.device)
         trained = train_head(target, self.corpus, self._own_text(target, budget), self.shapes, budget)
+        assert isinstance(trained.model, TrainableEagle3Head)
         save_head(trained.model, self.out / "eagle3")
         return trained.record()
 
@@ -122,7 +124,7 @@ def main() -> None:
     arguments = parse_arguments()
     stage = arguments.stage
     if stage == "corpus" or (stage == "all" and not (arguments.data / "corpus.json").exists()):
-        from corpus import build_corpus
+        from training.corpus import build_corpus
 
         arguments.data.mkdir(parents=True, exist_ok=True)
         build_corpus(arguments.data, REPOSITORY / "secateur" / "bundled" / "prompts.jsonl")
@@ -133,7 +135,7 @@ def main() -> None:
         trainer = Trainer(arguments.data, arguments.out, shapes, torch.device(arguments.device))
         trainer.run(STAGES if stage == "all" else (stage,), seconds=60 * arguments.minutes)
     if stage in ("all", "card"):
-        from card import write_card
+        from training.card import write_card
 
         write_card(arguments.data, arguments.out)
 

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from training import evaluate, head
+
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "secateur" / "bundled"
 
 
-@pytest.fixture
-def head(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "training"))
-    return importlib.import_module("head")
-
-
-@pytest.fixture
-def evaluate(head: ModuleType) -> ModuleType:
-    return importlib.import_module("evaluate")
-
-
-def test_loss_is_the_logarithm_of_what_is_accepted(head: ModuleType, evaluate: ModuleType) -> None:
+def test_loss_is_the_logarithm_of_what_is_accepted() -> None:
     target = AutoModelForCausalLM.from_pretrained(BUNDLED / "target", dtype=torch.float32).eval().requires_grad_(False)
     trainable = evaluate.load_head(BUNDLED / "eagle3", target)
     tokens = torch.randint(5, 1000, (2, 30), generator=torch.manual_seed(0))
@@ -58,7 +47,7 @@ def test_loss_is_the_logarithm_of_what_is_accepted(head: ModuleType, evaluate: M
     assert 0.05 < min(acceptance.tolist()) and max(acceptance.tolist()) < 0.95
 
 
-def test_answers_that_a_killed_process_left_are_whole_lines(head: ModuleType, tmp_path: Path) -> None:
+def test_answers_that_a_killed_process_left_are_whole_lines(tmp_path: Path) -> None:
     file = tmp_path / "answers-0.jsonl"
     file.write_text('{"id": 3, "prompt": [1], "answer": [2]}\n{"id": 4, "pro')
     assert [line["id"] for line in head.read_lines(tmp_path)] == [3]
