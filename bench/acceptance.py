@@ -234,7 +234,7 @@ PRUNINGS = (
 Regime = tuple[Acceptance, float]
 
 
-def run(run: Run) -> Report:
+def measure(run: Run) -> Report:
     """Measure the table. Raises ConfigError before anything is started, and EngineDead."""
     args, plan = run.args, run.plan
     check_drafter(args, max(plan.nodes))
@@ -540,4 +540,4 @@ def _is_of(row: AcceptanceRow, key: RowKey) -> bool:
 
 if __name__ == "__main__":
     small = {"num_prompts": 4, "max_tokens": 24, "concurrency": 4}
-    main(AcceptancePlan, run, {"temperatures": (0.0, 1.0), "nodes": (12,), "row_prices": (0.03,), **small})
+    main(AcceptancePlan, measure, {"temperatures": (0.0, 1.0), "nodes": (12,), "row_prices": (0.03,), **small})

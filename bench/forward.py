@@ -53,7 +53,7 @@ class ForwardPlan(Plan):
     """Rounds, in each of which all forwards take turns."""
 
 
-def run(run: Run) -> Report:
+def measure(run: Run) -> Report:
     """Measure. Raises ConfigError before anything is loaded."""
     plan: ForwardPlan = run.plan
     with scaled(run.args, plan.target_cost, plan.cache, say) as args:
@@ -165,4 +165,4 @@ def _wait(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    main(ForwardPlan, run, {"rows": (1, 9), "batches": (1, 2), "contexts": (128, 256), "rounds": 2})
+    main(ForwardPlan, measure, {"rows": (1, 9), "batches": (1, 2), "contexts": (128, 256), "rounds": 2})

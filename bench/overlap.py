@@ -111,7 +111,7 @@ Cell = tuple[int, float]
 """Batch size and temperature."""
 
 
-def run(run: Run) -> Report:
+def measure(run: Run) -> Report:
     """Measure. Raises ConfigError before anything is started, and EngineDead."""
     plan: OverlapPlan = run.plan
     check_drafter(run.args, plan.nodes)
@@ -332,4 +332,4 @@ def _named(spans: Sequence[Span], part: str) -> list[Span]:
 
 if __name__ == "__main__":
     small = {"batches": (1,), "temperatures": (0.0,), "max_tokens": 24, "rounds": 1}
-    main(OverlapPlan, run, {"modes": ("none", "predraft"), **small})
+    main(OverlapPlan, measure, {"modes": ("none", "predraft"), **small})

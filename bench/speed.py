@@ -1,4 +1,4 @@
-"""Time per token and tokens per second, ours and others': python -m bench.speed.
+"""Time per token and tokens per second, beside other projects: python -m bench.speed.
 
 All contestants stay loaded and take turns, so that other load on the machine affects them alike. Every round uses the
 next prompts and reverses the order of contestants. Results are medians over the rounds, also of the ratios.
@@ -109,7 +109,7 @@ class SpeedRow:
     ceiling_share: float | None = None
 
 
-def run(run: Run) -> Report:
+def measure(run: Run) -> Report:
     """Measure. Raises ConfigError before anything is started, EngineDead and PeerFailed."""
     plan: SpeedPlan = run.plan
     check_drafter(run.args, plan.nodes)
@@ -337,4 +337,4 @@ def bytes_per_weight(config: EngineConfig) -> float:
 
 if __name__ == "__main__":
     small = {"contestants": ("off", "dynamic", "auto", "generate", "assisted"), "temperatures": (0.0,), "rounds": 2}
-    main(SpeedPlan, run, {**small, "batches": (1, 2), "num_prompts": 2, "max_tokens": 16})
+    main(SpeedPlan, measure, {**small, "batches": (1, 2), "num_prompts": 2, "max_tokens": 16})

@@ -199,7 +199,8 @@ def command_line() -> str:
         help_text = inspect.cleandoc(command.get_help(context))
         parts.append(f"{'#' * min(1 + len(names), 4)} `{' '.join(names)}`\n\n```text\n{help_text}\n```")
         for name, own in getattr(command, "commands", {}).items():
-            add(own, [*names, name])
+            if not own.hidden:
+                add(own, [*names, name])
 
     add(command, ["secateur"])
     return "\n\n".join(parts) + "\n"

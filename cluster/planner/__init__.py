@@ -1,1 +1,1 @@
-"""`secateur plan`: placement and memory of an engine, its predicted speed and tree sizes, and a simulated fleet."""
+"""`secateur plan`: placement and memory of an engine, its predicted speed and tree sizes."""

@@ -10,17 +10,17 @@ from unittest import mock
 import pytest
 
 from bench import harness
-from bench.acceptance import ACCEPTANCES, AcceptancePlan, AcceptanceResults, AcceptanceRow, RowKey, conclusions, run
+from bench.acceptance import ACCEPTANCES, AcceptancePlan, AcceptanceResults, AcceptanceRow, RowKey, conclusions, measure
 from bench.sequoia import acceptance_table, best_tree, expected_accepted
 from secateur.errors import ConfigError
 from secateur.prompts import read_prompts
 from secateur.token_tree import parse_token_tree
 
 
-def measure(quick: dict, *flags: str) -> int:
+def exit_code(quick: dict, *flags: str) -> int:
     """Run the benchmark with these flags, in this process; return its exit code."""
     with mock.patch.object(sys, "argv", ["acceptance", *flags]), pytest.raises(SystemExit) as end:
-        harness.main(AcceptancePlan, run, quick)
+        harness.main(AcceptancePlan, measure, quick)
     return end.value.code
 
 
@@ -157,7 +157,7 @@ def test_conclusions_show_gains_differences_and_what_pruning_saves() -> None:
     ],
 )
 def test_wrong_arguments_are_one_message_and_exit_code_2(flags, says, capsys) -> None:
-    assert measure({}, *flags) == 2
+    assert exit_code({}, *flags) == 2
     error = capsys.readouterr().err
     assert says in error and "at least 1 item" not in error, "one mistake, one complaint"
 
@@ -166,7 +166,7 @@ def test_wrong_arguments_are_one_message_and_exit_code_2(flags, says, capsys) ->
 def test_an_invalid_line_of_a_prompts_file_is_reported_by_number(line, capsys, tmp_path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"text": "a"}\n' + line + "\n")
-    assert measure({}, "--prompts", str(file), "--num-prompts", "1") == 2
+    assert exit_code({}, "--prompts", str(file), "--num-prompts", "1") == 2
     assert f"--prompts: {file}, line 2: " in capsys.readouterr().err
 
 
@@ -191,7 +191,7 @@ def test_an_empty_prompts_file_is_an_error(tmp_path) -> None:
 @pytest.mark.timeout(600)
 def test_a_quick_run_on_the_bundled_pair(tmp_path, capsys) -> None:
     few = {"temperatures": (1.0,), "nodes": (12,), "row_prices": (0.03,), "num_prompts": 4, "max_tokens": 24}
-    assert measure(few, "--quick", "--concurrency", "4", "--output", str(tmp_path)) == 0
+    assert exit_code(few, "--quick", "--concurrency", "4", "--output", str(tmp_path)) == 0
     [file] = tmp_path.glob("*-acceptance.json")
     written = json.loads(file.read_text())
     rows = [AcceptanceRow(**raw) for raw in written["rows"]]

@@ -20,10 +20,10 @@ from bench.overlap import (
     Window,
     check_overlap,
     chrome_trace,
+    measure,
     overlap_s,
     read_timelines,
     rows_of,
-    run,
 )
 from cluster.bench.report import rounded
 from secateur.config import EngineArgs
@@ -162,7 +162,7 @@ def test_a_quick_run(tmp_path: Path) -> None:
     few = {"modes": ("none", "predraft"), "batches": (1,), "temperatures": (0.0,), "max_tokens": 24, "rounds": 1}
     flags = ["--quick", "--device", "cpu", "--output", str(tmp_path)]
     with mock.patch.object(sys, "argv", ["overlap", *flags]), pytest.raises(SystemExit) as end:
-        harness.main(OverlapPlan, run, few)
+        harness.main(OverlapPlan, measure, few)
     assert end.value.code == 0
     [result] = [file for file in tmp_path.glob("*.json") if not file.name.endswith(".trace.json")]
     none, predraft = json.loads(result.read_text())["rows"]

@@ -34,8 +34,7 @@ from bench.peers import (
     version_of,
 )
 from bench.plans import PEERS, SpeedPlan
-from bench.speed import row_of
-from bench.speed import run as measure
+from bench.speed import measure, row_of
 from cluster.bench.report import Say
 from cluster.bench.runner import GenerationJob
 from cluster.system.processes import descendants, is_running, wait_gone

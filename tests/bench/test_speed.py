@@ -161,7 +161,7 @@ def test_model_dependent_errors_are_reported_before_an_engine_starts(capsys, tmp
         (["--target-cost", "256x4"], "number of layers is 8, a target of 256x4 has only 4"),
         (["--max-tokens", "4000"], "max_model_len is 2048"),
     ):
-        assert run(SpeedPlan, speed.run, {}, *flags, "--device", "cpu", "--output", str(tmp_path)) == 2
+        assert run(SpeedPlan, speed.measure, {}, *flags, "--device", "cpu", "--output", str(tmp_path)) == 2
         assert says in capsys.readouterr().err
     assert not any(tmp_path.glob("*.json"))
 
@@ -181,7 +181,7 @@ def test_a_quick_comparison_on_a_cost_scaled_target(tmp_path, capsys) -> None:
     flags = ["--device", "cpu", "--target-cost", "256x9", "--output", str(tmp_path)]
     names = ("off", "dynamic", "auto", "generate", "assisted")
     few = {"contestants": names, "batches": (1, 2), "temperatures": (0.0,), "max_tokens": 24, "rounds": 2}
-    assert run(SpeedPlan, speed.run, few, "--quick", *flags) == 0
+    assert run(SpeedPlan, speed.measure, few, "--quick", *flags) == 0
     [file] = tmp_path.glob("*-speed-256x9.json")
     result = json.loads(file.read_text())
     assert result["about"]["target_cost"] == "256x9"
@@ -219,7 +219,7 @@ def test_a_benchmark_that_is_terminated_keeps_its_rows(tmp_path: Path) -> None:
 def test_forwards_are_timed_by_rows_requests_and_context(tmp_path) -> None:
     few = {"rows": (1, 9), "batches": (1, 2), "contexts": (128, 256), "rounds": 1}
     threads = torch.get_num_threads()
-    assert run(forward.ForwardPlan, forward.run, few, "--quick", "--device", "cpu", "--output", str(tmp_path)) == 0
+    assert run(forward.ForwardPlan, forward.measure, few, "--quick", "--device", "cpu", "--output", str(tmp_path)) == 0
     assert torch.get_num_threads() == threads
     [file] = tmp_path.glob("*-forward.json")
     rows = json.loads(file.read_text())["forwards"]
