@@ -1,4 +1,4 @@
-"""The part of xllamacpp that `cluster/bench/peer_process.py` uses."""
+"""The part of xllamacpp that `bench/peer_process.py` uses."""
 
 import threading
 from types import SimpleNamespace
