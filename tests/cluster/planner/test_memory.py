@@ -27,6 +27,7 @@ from cluster.planner.report import run
 from cluster.planner.roofline import StepTime, forward_ms, step_time
 from cluster.planner.topology import describe
 from secateur.config import EngineArgs
+from secateur.errors import ConfigError
 from secateur.plan import HARDWARE, Hardware, PlanRequest
 from tests.support import checkpoints
 from tests.support.engines import BUNDLED, DYNAMIC, bundled
