@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from drafter.tree.tree_graphs import buckets
-from workers.config import MIN_OUTCOMES, EngineConfig, TreeConfig
+from workers.config import EngineConfig, TreeConfig
 from workers.cuda_graphs import MOST_ROWS, sizes
 from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec
 from workers.sampling.gumbel_cache import MAX_BYTES as NOISE_BYTES
@@ -54,20 +54,19 @@ def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
     N = tree.num_speculative_tokens
     if own and ranks == 1 and (trees := buckets(config.max_num_seqs, N, V)):
         B = trees[0]
-        table = 4 * config.draft_table_width
+        table = 4 * config.pages_for(config.max_model_len)
         buffers += B * (layers.hidden_size * item + 4 * V * (1 + tree.longest_path))
         buffers += sum(plan_bytes(shape, n * N, n, table) for n in trees)
         best = 16 * tree.num_children * -(-V // _BLOCK)
         captured += pass_bytes(shape, config, B * N) + B * N * (logits + 4 * V + best + cut_bytes(V)) + B * logits
     rows = max_message_rows(config)
     eager_pass = pass_bytes(shape, config, rows) if rows > min(most, MOST_ROWS) else 0
-    trees_at_once = max(config.max_num_seqs, MIN_OUTCOMES if config.has_predrafting else 0)
-    frontier = trees_at_once * widest_level(tree)
+    frontier = config.max_num_seqs * widest_level(tree)
     level = frontier * (V * (item + 4 * _LEVEL_COPIES) + cut_bytes(V) + 8 * V * (ranks > 1))
     return Workspace(
         buffers=buffers,
         captured=captured,
-        eager=trees_at_once * config.tree_rows * H * item + max(eager_pass, level),
+        eager=config.max_num_seqs * config.tree_rows * H * item + max(eager_pass, level),
         libraries=LIBRARY_BYTES if config.device == "cuda" else 0,
     )
 

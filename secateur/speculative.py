@@ -61,10 +61,9 @@ class SpeculativeConfig(Strict):
     draft_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     draft_placement: Literal["dedicated", "colocated"] | None = None
     """None = dedicated if there are enough devices."""
-    overlap: Literal["auto", "none", "predraft", "alternate"] = "auto"
-    """The drafter's work while the target verifies. 'predraft': it grows the next trees below the likeliest
-    outcomes; not with draft tensor parallelism or 'rejection'. 'alternate': the target verifies one half of the batch,
-    and the drafter drafts for the other. 'auto' does what is measured to pay, and neither on a shared GPU."""
+    overlap: Literal["auto", "none", "alternate"] = "auto"
+    """The drafter's work while the target verifies. 'alternate': the target verifies one half of the batch, and the
+    drafter drafts for the other. 'auto' does so where it is measured to pay, and never on a shared GPU."""
     draft_link: Literal["auto", "nccl", "host"] = "auto"
     """How trees and draft probabilities travel between dedicated GPUs: over NCCL with the features, or through host
     memory. 'auto' times both at start-up. On CPUs and on a shared GPU everything travels through host memory."""
@@ -208,8 +207,6 @@ class SpeculativeConfig(Strict):
             return []
         if self.method == "ngram":
             return [Problem("overlap", "method 'ngram' takes no time that could be hidden; write 'auto' or 'none'")]
-        if self.overlap == "predraft" and self.draft_tensor_parallel_size > 1:
-            return [Problem("overlap", "'predraft' needs draft_tensor_parallel_size=1; write 'auto' or 'alternate'")]
         return []
 
     def _lookup_rules(self) -> list[Problem]:
@@ -236,13 +233,6 @@ class SpeculativeConfig(Strict):
             names, why = [*USES_DRAFT_PROBS], "with enable_draft_probs=false, but on requests that set it"
         else:
             names, why = [], ""
-        if self.acceptance == "rejection" and self.overlap == "predraft":
-            warnings.warn(
-                "overlap='predraft' has no effect with acceptance 'rejection' (sampled trees must not depend on "
-                "timing), but on requests with 'coupled'",
-                UserWarning,
-                stacklevel=2,
-            )
         if unused := [name for name in names if name in self.model_fields_set]:
             has = "has" if len(unused) == 1 else "have"
             warnings.warn(f"{' and '.join(unused)} {has} no effect {why}", UserWarning, stacklevel=2)

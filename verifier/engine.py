@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import NamedTuple
 
 from verifier.acceptance.coupled import verify
-from verifier.adaptive.controller import Controller, Exchange, Plan, StepOutcome
+from verifier.adaptive.controller import Controller, StepOutcome
 from verifier.adaptive.cost_model import UNPROFILED, RowCosts
 from verifier.admission import rejection_reason, request_of
 from verifier.draft_batch import DraftBatch
 from verifier.drafter_peer import DrafterPeer
+from verifier.drafting import Drafting
 from verifier.hidden_states import HiddenStateBuffer
 from verifier.prefix_cache import PrefixCache
 from verifier.request import Request
@@ -28,7 +29,7 @@ from verifier.step_inputs import Move, StepInputs
 from verifier.target import Target
 from verifier.tree import with_chains
 from verifier.tree_records import StepTimes, tree_records
-from verifier.turns import Asked, next_turn
+from verifier.turns import HalfBatches
 from workers import trace
 from workers.comm.channel import Channel, ChannelOffer
 from workers.comm.ipc import (
@@ -85,7 +86,6 @@ class Engine:
     ) -> None:
         self._config = config
         self._target = target
-        target.meanwhile = self._catch_up
         self._drafter = DrafterPeer(drafter, offer_link, self._drafter_lost)
         self._front = front
         self._allocator = PageAllocator(num_pages)
@@ -100,10 +100,13 @@ class Engine:
         )
         self._waiting: list[Request] = []  # by `Request.order`, as the next one
         self._running: list[Request] = []
-        self._asked: Asked | None = None  # while half-batches take turns: whose trees the drafter grows now
         self._moves: list[Move] = []  # accepted paths to compact before the next forward
         self._chunks: list[TokenChunk] = []  # for the front
         self._stats = EngineStats()
+        overlaps = config.draft is not None and config.draft.overlap != "none"
+        self._drafting = (HalfBatches if overlaps else Drafting)(
+            self._controller, self._drafter, target, self._hidden_states, self._inputs, self._stats
+        )
         self._last_emit = 0.0  # when the last frame was sent to the front
         self._front_gone: FrontGone | None = None
 
@@ -132,15 +135,15 @@ class Engine:
             self._allocator.num_free,
             self._limits,
             self._prefix_cache.find,
-            self._resting(),
+            self._drafting.resting(self._running),
         )
         self._stats.lacks_pages = step.lacks_pages
         if step.is_empty:
             return self._catch_up()
         began = time.perf_counter()
         self._make_room(step)
-        num_decoding = len(self._decoding())
-        plan, drafts, exchange = self._draft(step)
+        num_decoding = sum(request.is_decoding for request in self._running)
+        plan, drafts, exchange = self._drafting.draft(step, self._running, while_waiting=self._catch_up)
         drafted_at = time.perf_counter()
         if self._config.threads_alone != self._config.threads:
             self._target.use_threads(self._config.threads_alone if plan.leaves_drafter_idle else self._config.threads)
@@ -184,8 +187,7 @@ class Engine:
                     self._abort(id)
         if idle and time.monotonic() - self._last_emit >= HEARTBEAT_S:
             self._target.heartbeat(self._stats.steps)
-        # A drafter that owes a reply is at work, and the reply shows that it lives.
-        if self._asked is None or self._asked.sent_s is None:
+        if not self._drafting.owes_reply:
             self._drafter.keep_alive(self._stats.steps, HEARTBEAT_S)
 
     def _drafter_lost(self, message: DrafterLost) -> None:
@@ -274,84 +276,13 @@ class Engine:
             self._stats.prefix_cache_queries += request.num_prompt * self._config.enable_prefix_caching
             self._stats.prefix_cache_hits += request.num_cached
 
-    def _resting(self) -> Collection[Request]:
-        """Return the decoding requests whose turn it is not; none unless half-batches take turns."""
-        if self._asked is not None and not any(request in self._running for request in self._asked.turn):
-            self._receive(self._asked)  # all of them have left
-            self._asked = None
-        decoding = self._decoding()
-        if self._asked is not None:
-            turn = self._asked.turn
-        elif self._takes_turns(decoding):
-            turn = next_turn(decoding, ())
-        else:
-            return ()
-        return set(decoding).difference(turn)
-
-    def _decoding(self) -> list[Request]:
-        return [request for request in self._running if request.is_decoding]
-
-    def _takes_turns(self, decoding: list[Request]) -> bool:
-        return self._drafter.is_connected and self._controller.takes_turns(len(decoding))
-
-    def _draft(self, step: Step) -> tuple[Plan, DraftBatch, Exchange | None]:
-        """Return the trees of all decoding requests: the drafter's trees, lookup drafts and bare roots.
-
-        While half-batches take turns, they were asked for in the last step, and the next step's are asked for here.
-        """
-        asked, self._asked = self._asked or self._ask(step), None
-        exchange = self._receive(asked)
-        if self._takes_turns(decoding := self._decoding()) and (turn := next_turn(decoding, step.decode)):
-            self._asked = self._ask(Step(preempted=[], shared=[], pages=[], decode=turn, prefill=[]))
-        plan, reply = asked.plan, None
-        if exchange is not None:
-            reply = asked.only(exchange.reply, step.decode)
-        drafted = [reply is not None and plan.is_drafted(request) for request in step.decode]
-        chains = [[request.tokens[-1], *plan.lookup_drafts.get(request, ())] for request in step.decode]
-        return plan, DraftBatch.of(reply, drafted, chains), exchange
-
-    def _ask(self, step: Step) -> Asked:
-        """Plan the drafts of a step, and send the drafter the requests' new tokens."""
-        mine = set(step.decode)
-        plan = self._controller.plan(step, [r for r in self._running if r in mine or not r.is_decoding])
-        return Asked(plan, step.decode, self._send(plan) if plan.inputs else None)
-
-    def _send(self, plan: Plan) -> float | None:
-        """Send the drafter a plan's message; return the seconds that this took, or None if the drafter is lost."""
-        began = time.perf_counter()
-        state_MX = self._hidden_states.take({request: len(own.tokens) for request, own in plan.inputs.items()})
-        features_MH = None if state_MX is None else self._target.features(state_MX)
-        message = self._inputs.draft_request(plan.inputs, features_MH, plan.costs)
-        if not self._drafter.send(message, self._stats.steps):
-            return None
-        for request, own in plan.inputs.items():
-            request.num_fed += len(own.tokens)
-        return time.perf_counter() - began
-
-    def _receive(self, asked: Asked) -> Exchange | None:
-        """Wait for the trees that were asked for; None if there are none to come, or the drafter is lost."""
-        if asked.sent_s is None or not self._drafter.is_connected:
-            return None
-        began = time.perf_counter()
-        self._catch_up()
-        if (reply := self._drafter.receive()) is None:
-            return None
-        ended = time.perf_counter()
-        trace.record("wait for drafts", began, ended)
-        seconds = asked.sent_s + ended - began
-        self._stats.draft_seconds += reply.seconds
-        self._stats.transfer_seconds += seconds - reply.seconds
-        self._stats.num_trees += len(reply.pruned_GD)
-        self._stats.num_predrafted += reply.num_predrafted
-        return Exchange(reply, 1e3 * seconds)
-
     def _verify(self, step: Step, drafts: DraftBatch) -> list[Verdict]:
         """Return the verdicts on all trees, then one for each completed prompt, which is a root without a tree."""
         began = time.perf_counter()
         target_step = self._inputs.target_step(drafts.trees, step.decode, step.prefill, self._moves)
         self._moves = []
         packed_at = time.perf_counter()
-        drawn = self._target.run(target_step, self._stats.steps)
+        drawn = self._target.run(target_step, self._stats.steps, while_waiting=self._catch_up)
         drawn_at = time.perf_counter()
         if target_step.scored is not None:
             self._report_scores(step, self._target.scores())

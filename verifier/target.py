@@ -36,6 +36,10 @@ Fuse = Callable[[Tensor], Tensor]
 """Maps the states of rows [N, X] to their features [N, H], in the model's dtype."""
 
 
+def _nothing() -> None:
+    pass
+
+
 class Target:
     """One rank's shard of the target with its KV pool.
 
@@ -44,8 +48,6 @@ class Target:
     state_pool: with `fuse`, the memory for states that are not fed yet; the engine manages it.
     graphs: the decoder's CUDA graphs over this KV pool (`workers.cuda_graphs.decoder_graphs`); None = eager kernels.
     grammars: those of the requests; None = no request may have one.
-    meanwhile: set by the engine and called in every step: while the GPU computes what a graph has launched, and before
-    what the host computes or launches itself.
     """
 
     def __init__(
@@ -67,7 +69,6 @@ class Target:
         self.state_pool = state_pool
         self.graphs = graphs
         self.grammars = grammars
-        self.meanwhile: Callable[[], None] = lambda: None
         self._role = f"verifier {decoder.tp.rank}"
         vocab_size = decoder.spec.vocab_size
         start, _, width = shard_vocab(vocab_size, decoder.tp)
@@ -78,14 +79,17 @@ class Target:
         self._raw_RV: Tensor | None = None
         self._scores_S: list[TokenLogprobs] = []
 
-    def run(self, step: TargetStep, number: int) -> list[int]:
-        """Rank 0: run one step on all ranks. Return the token drawn at each sampled row, or [] if no row draws one."""
+    def run(self, step: TargetStep, number: int, while_waiting: Callable[[], None] = _nothing) -> list[int]:
+        """Rank 0: run one step on all ranks. Return the token drawn at each sampled row, or [] if no row draws one.
+
+        while_waiting: called while the GPU computes what a graph has launched; before a step without graphs.
+        """
         if self.graphs is None:
-            self.meanwhile()
+            while_waiting()
         if self._peers is not None:
             self._peers.send(step, number)
         with naming_lost_peers(self._role, number):
-            drawn = self._execute(step)
+            drawn = self._execute(step, while_waiting)
         assert drawn is not None
         return drawn
 
@@ -162,7 +166,7 @@ class Target:
         return self._scores_S
 
     @torch.inference_mode()
-    def _execute(self, step: TargetStep) -> list[int] | None:
+    def _execute(self, step: TargetStep, while_waiting: Callable[[], None] = _nothing) -> list[int] | None:
         device = self._decoder.device
         self._processed_RV = self._raw_RV = None  # free the last step's large tensors first
         if len(step.copy_source):
@@ -176,7 +180,7 @@ class Target:
             )
         else:
             final_ND, *taps = self.graphs(step.attention, step.token_N, step.position_N)
-            self.meanwhile()
+            while_waiting()
             hidden = Hidden(final_ND, taps[0] if taps else None)
         self._hidden = hidden
         self._scores_S = [] if step.scored is None else self._score(hidden.final_ND, step.scored)

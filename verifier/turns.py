@@ -7,29 +7,64 @@ requests come and go, and nothing waits for a request that has left.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
 from verifier.adaptive.controller import Plan
+from verifier.drafting import Asked, Drafting, Drafts
 from verifier.request import Request
+from verifier.scheduler import Step
 from verifier.tree import select
 from workers.types import DraftReply, TreeTrace
 
 
-class Asked(NamedTuple):
-    """What the drafter was asked for."""
+class HalfBatches(Drafting):
+    """Drafts for one half of the requests while the other is verified, for as long as the controller says so."""
 
-    plan: Plan
-    turn: list[Request]  # the decoding requests that the plan is for
-    sent_s: float | None  # seconds spent on sending the message; None = nothing was sent, and no reply will come
+    _asked: Asked | None = None  # whose trees the drafter grows now
 
-    def only(self, reply: DraftReply, requests: Sequence[Request]) -> DraftReply:
-        """Return the reply without the trees of requests that have left since."""
-        here, drafted = set(requests), [request for request, own in self.plan.inputs.items() if own.num_nodes]
-        return _only(reply, [g for g, request in enumerate(drafted) if request in here])
+    @property
+    def owes_reply(self) -> bool:
+        """See `Drafting`."""
+        return self._asked is not None and self._asked.sent_s is not None
+
+    def resting(self, running: list[Request]) -> Collection[Request]:
+        """Return the decoding requests whose turn it is not."""
+        if self._asked is not None and not any(request in running for request in self._asked.requests):
+            self._receive(self._asked)  # all of them have left
+            self._asked = None
+        decoding = _decoding(running)
+        if self._asked is not None:
+            turn = self._asked.requests
+        elif self._takes_turns(decoding):
+            turn = next_turn(decoding, ())
+        else:
+            return ()
+        return set(decoding).difference(turn)
+
+    def draft(self, step: Step, running: list[Request], while_waiting: Callable[[], None]) -> Drafts:
+        """Return the trees that were asked for in the last step, and ask for those of the next one."""
+        asked, self._asked = self._asked or self._ask(step, running), None
+        exchange = self._receive(asked, while_waiting)
+        if self._takes_turns(decoding := _decoding(running)) and (turn := next_turn(decoding, step.decode)):
+            self._asked = self._ask(Step(preempted=[], shared=[], pages=[], decode=turn, prefill=[]), running)
+        reply = exchange and of_those_here(exchange.reply, asked.plan, step.decode)
+        return self._completed(step, asked.plan, exchange, reply)
+
+    def _takes_turns(self, decoding: list[Request]) -> bool:
+        return self._drafter.is_connected and self._controller.takes_turns(len(decoding))
+
+
+def _decoding(running: list[Request]) -> list[Request]:
+    return [request for request in running if request.is_decoding]
+
+
+def of_those_here(reply: DraftReply, plan: Plan, requests: Sequence[Request]) -> DraftReply:
+    """Return the reply without the trees of requests that have left since they were asked for."""
+    here, drafted = set(requests), [request for request, own in plan.inputs.items() if own.num_nodes]
+    return _only(reply, [g for g, request in enumerate(drafted) if request in here])
 
 
 def next_turn(decoding: Sequence[Request], verified: Sequence[Request]) -> list[Request]:

@@ -12,13 +12,11 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-Overlap = Literal["auto", "none", "predraft", "alternate"]
+Overlap = Literal["auto", "none", "alternate"]
 """How drafter and verifier share their time, see `SpeculativeConfig.overlap`."""
 
 MAX_TREE_NODES = 64
 """Maximum number of nodes in a request's tree, root included: ancestors are stored as one 64-bit mask per node."""
-MIN_OUTCOMES = 32
-"""Room for predicted outcomes, however few requests run at once."""
 DRAFT_LINK_VARIABLE = "SECATEUR_DRAFT_LINK"
 """Environment variable of drafters that replace lost ones: the address at which verifier 0 offers a link."""
 PULSE_VARIABLE = "SECATEUR_PULSE"
@@ -215,37 +213,9 @@ class EngineConfig:
         return self.device == "cpu" or (self.draft is not None and self.draft.placement == "colocated")
 
     @property
-    def has_predrafting(self) -> bool:
-        """True if the drafter may grow trees below the likeliest outcomes while the target verifies.
-
-        Only a drafter without peers of its own can, because its ranks would have to agree on when to stop. On a shared
-        GPU it would slow the target down.
-        """
-        draft = self.draft
-        if draft is None or draft.method == "ngram" or draft.tensor_parallel_size > 1:
-            return False
-        can_pay = draft.acceptance.kind == "coupled" and not self.shares_gpu
-        return draft.overlap == "predraft" or (draft.overlap == "auto" and can_pay)
-
-    @property
     def shares_gpu(self) -> bool:
         """True if the drafter runs on a GPU of the verifier, so that one's work slows down the other's."""
         return self.device == "cuda" and self.draft is not None and self.draft.placement == "colocated"
-
-    @property
-    def outcome_pages(self) -> int:
-        """Number of pages that one predicted outcome uses in the drafter's pool: the root's page, path and tree."""
-        return self.pages_for(self.page_size + 1 + self.draft.tree.longest_path) if self.draft else 0
-
-    @property
-    def draft_table_width(self) -> int:
-        """Most pages of a request, or of a predicted outcome, in a message to draft from."""
-        return self.pages_for(self.max_model_len) + (self.outcome_pages if self.has_predrafting else 0)
-
-    @property
-    def scratch_pages(self) -> int:
-        """Number of pages that the drafter's pool has beyond the shared page ids, for pre-drafting."""
-        return max(MIN_OUTCOMES, self.max_num_seqs) * self.outcome_pages if self.has_predrafting else 0
 
     @property
     def tree_rows(self) -> int:

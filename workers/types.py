@@ -290,7 +290,6 @@ class DraftReply:
     num_run: int  # rows run through the draft model, padding included, roots excluded
     seconds: float  # time of this step on the drafter's clock
     trace: TreeTrace | None = None  # of the G requests; None = nobody asked
-    num_predrafted: int = 0  # how many of the trees were grown before the request arrived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,7 +176,7 @@ def graph_bytes(shape: PassShape, config: EngineConfig, sizes: Sequence[Size], *
     """
     if not sizes:
         return 0
-    table = 4 * config.draft_table_width
+    table = 4 * config.pages_for(config.max_model_len)
     rows = max(size.rows for size in sizes)
     plans = sum(plan_bytes(shape, size.rows, size.requests + 1, table) for size in sizes)
     return rows * (input_bytes + widths * config.item_bytes) + plans

@@ -28,10 +28,6 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         lambda s: s.num_accepted_copied_tokens,
     ),
     "spec_decode_num_trees": ("Trees that the drafter sent.", lambda s: s.num_trees),
-    "spec_decode_num_predrafted_trees": (
-        "Of them: grown while the target verified.",
-        lambda s: s.num_predrafted,
-    ),
     "num_drafter_losses": ("Times that the engine lost its drafter and went on.", lambda s: s.num_drafter_losses),
     "num_preemptions": ("Requests that lost their KV pages to others.", lambda s: s.num_preemptions),
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_cache_queries),

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from drafter.proposers.feature_head import FeatureHead
-from drafter.tree.frontier import DraftVocabulary, Frontier, NgramCandidates, RootLogits, TreeRoots
+from drafter.tree.frontier import DraftVocabulary, Frontier, RootLogits, TreeRoots
+from drafter.tree.grow import DraftDistributions
 from drafter.tree.tree_graphs import TreeGraphs
 from workers.config import EngineConfig
 from workers.cuda_graphs import Graphs, sizes
@@ -34,35 +35,11 @@ from workers.transfer import all_to_device, to_device
 from workers.types import AttentionMetadata, DraftRequest
 
 
-class Proposer(Protocol):
+class Proposer(DraftDistributions, Protocol):
     """One draft model on one rank, between a DraftRequest and `grow`."""
-
-    vocab: DraftVocabulary
-
-    @property
-    def tree_graphs(self) -> TreeGraphs | None:
-        """Grow all levels of the trees at once; None = they are expanded level by level."""
-        ...
 
     def extend(self, request: DraftRequest) -> RootLogits:
         """Feed all rows; return the root logits [G, V] of the requests that want a tree, in order."""
-        ...
-
-    def expand(self, frontier: Frontier) -> Tensor | NgramCandidates:
-        """Return the logits [F, V] of one level of the trees rooted by the last extend."""
-        ...
-
-
-class ModelProposer(Proposer, Protocol):
-    """A draft model that runs on a KV pool: what pre-drafting needs beyond `Proposer`."""
-
-    @property
-    def node_features(self) -> Tensor | None:
-        """Return the features [G, R, H] with which nodes' children are fed, by row; None if tokens alone are fed."""
-        ...
-
-    def copy_slots(self, source: Tensor, target: Tensor) -> None:
-        """Copy KV entries between slots of the pool, int64."""
         ...
 
 
@@ -108,7 +85,6 @@ class FeatureProposer:
         self.vocab = head.vocab
         self.width = head.width  # of the features
         self.graphs, self.tree_graphs = graphs, tree_graphs
-        self.num_pages = kv.num_slots // page_size
         self._head, self._kv, self._page_size, self._tree_rows = head, kv, page_size, tree_rows
         self._roots: TreeRoots
         self._root_GH: Tensor
@@ -134,14 +110,12 @@ class FeatureProposer:
         index = (frontier.request_F, frontier.parent_row_F, frontier.row_F)
         g, parent, row = all_to_device([rows.astype("int64") for rows in index], device)
         position_F, attention = self._roots.position_F(frontier) - 1, self._roots.attention(frontier)
-        hidden_GRH = self.node_features
+        hidden_GRH = self._node_features()
         hidden_FH = self._run(torch.from_numpy(frontier.token_F), hidden_GRH[g, parent], position_F, attention)
         hidden_GRH[g, row] = hidden_FH
         return self._head.logits(hidden_FH)
 
-    @property
-    def node_features(self) -> Tensor:
-        """See `ModelProposer`."""
+    def _node_features(self) -> Tensor:
         if self._hidden_GRH is None:
             num_requests, width = self._root_GH.shape
             self._hidden_GRH = self._root_GH.new_empty(num_requests, self._tree_rows, width)
@@ -153,11 +127,6 @@ class FeatureProposer:
         if not len(self._root_GH):
             return self._root_GH.new_zeros(0, self.vocab.size).float()
         return self._head.logits(self._root_GH)
-
-    def copy_slots(self, source: Tensor, target: Tensor) -> None:
-        """See `Proposer`."""
-        device = self._head.device
-        self._head.kernels.copy_slots(self._kv.data, to_device(source, device), to_device(target, device))
 
     def _run(self, tokens: Tensor, features: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
         if self.graphs is not None:
@@ -180,7 +149,7 @@ def head_graphs(head: FeatureHead, kv: KVPool, config: EngineConfig, *, is_captu
         partial(head.plan, page_size=config.page_size),
         (one, torch.zeros(1, head.width, dtype=head.dtype, device=head.device), one),
         buckets=sizes(config),
-        table_width=config.draft_table_width,
+        table_width=config.pages_for(config.max_model_len),
         is_captured=is_captured,
     )
 
@@ -219,7 +188,6 @@ class DraftModelProposer:
         self.vocab = DraftVocabulary(target_size=model.spec.vocab_size, kernels=model.kernels)
         self.width = 0  # it reads no features
         self.graphs, self.tree_graphs = graphs, tree_graphs
-        self.num_pages = kv.num_slots // page_size
         self._model, self._kv, self._page_size = model, kv, page_size
         self._roots: TreeRoots
 
@@ -238,16 +206,6 @@ class DraftModelProposer:
         """See `Proposer`."""
         position_F, attention = self._roots.position_F(frontier), self._roots.attention(frontier)
         return self._model.full_logits(self._run(torch.from_numpy(frontier.token_F), position_F, attention))
-
-    @property
-    def node_features(self) -> None:
-        """See `Proposer`."""
-        return None
-
-    def copy_slots(self, source: Tensor, target: Tensor) -> None:
-        """See `Proposer`."""
-        device = self._model.device
-        self._model.kernels.copy_slots(self._kv.data, to_device(source, device), to_device(target, device))
 
     def _run(self, tokens: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
         if self.graphs is not None:

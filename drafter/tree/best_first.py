@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from drafter.tree.cost_model import TreeCostModel
-from drafter.tree.frontier import Frontier, GrowLimits, PrunedNodes, SampledNodes, TreeNodes
+from drafter.tree.frontier import Frontier, PrunedNodes, SampledNodes, TreeNodes, TreeRequests
 from drafter.tree.score import ChildScores
 from drafter.tree.thresholds import passes_min, passes_path
 from workers.config import MAX_TREE_NODES
@@ -38,23 +38,17 @@ _CANDIDATE = np.dtype(
 class BestFirstGrowth:
     """The candidates [C] of the requests `own`; a request's root is its first."""
 
-    def __init__(
-        self,
-        own: np.ndarray,
-        root_token_B: np.ndarray,
-        limits: GrowLimits,
-        cost_model: TreeCostModel,
-        traced_B: np.ndarray | None = None,
-    ) -> None:
+    def __init__(self, own: np.ndarray, trees: TreeRequests, cost_model: TreeCostModel) -> None:
         self.sampled: list[SampledNodes] = []  # none ever
-        self._traced_B, self._pruned = traced_B, list[PrunedNodes]()  # their parents are candidates until the end
-        self.pruned_BD = np.zeros((len(root_token_B), int(limits.max_depth_B.max(initial=0))), dtype=np.int32)
-        self._limits, self._cost_model = limits, cost_model
+        self._traced_B, self._pruned = trees.traced_B, list[PrunedNodes]()  # their parents are candidates until the end
+        self._limits, self._cost_model = trees.limits, cost_model
+        max_depth = int(trees.limits.max_depth_B.max(initial=0))
+        self.pruned_BD = np.zeros((len(trees.root_token_B), max_depth), dtype=np.int32)
         roots = np.zeros(len(own), dtype=_CANDIDATE)
-        roots["request"], roots["parent"], roots["token"] = own, -1, root_token_B[own]
+        roots["request"], roots["parent"], roots["token"] = own, -1, trees.root_token_B[own]
         roots["weight"], roots["path_prob"], roots["kind"], roots["ancestors"] = 1, 1, NodeKind.ROOT, 1
         self._candidates = roots
-        self._num_rows_B = np.ones(len(root_token_B), dtype=np.int64)
+        self._num_rows_B = np.ones(len(trees.root_token_B), dtype=np.int64)
         self._num_levels = 0
         self._open = np.arange(len(own))  # indices of the candidates that form the frontier
 

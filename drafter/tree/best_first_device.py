@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from drafter.tree.cost_model import calibrate
-from drafter.tree.frontier import DraftVocabulary, GrowLimits
+from drafter.tree.frontier import DraftVocabulary, TreeRequests
 from drafter.tree.score import TopChildren, confidence_tau, top_children
 from drafter.tree.thresholds import passes_min, passes_path
 from workers.config import TreeConfig
@@ -75,17 +75,16 @@ class RowParameters(NamedTuple):
     @staticmethod
     def fill(
         table: np.ndarray,
-        token_B: np.ndarray,
+        trees: TreeRequests,
         position_B: np.ndarray,
         has_noise_B: np.ndarray,
-        limits: GrowLimits,
-        sampling: SamplingBatch,
         penalties_B3: np.ndarray,
     ) -> None:
         """Fill in the table [B, columns] on the host; `RowParameters(*table.unbind(1))` reads it."""
+        limits, sampling = trees.limits, trees.sampling
         temperature_B = sampling.temperature_B.numpy()
         columns = (
-            token_B, position_B, has_noise_B,
+            trees.root_token_B, position_B, has_noise_B,
             limits.num_nodes_B, limits.max_depth_B, limits.min_prob_B, limits.path_prob_B,
             temperature_B, sampling.top_k_B.numpy(), sampling.top_p_B.numpy(), sampling.min_p_B.numpy(),
             confidence_tau(temperature_B, limits.rule_B == Rule.COUPLED.value), *penalties_B3.T,

@@ -10,35 +10,27 @@ from __future__ import annotations
 import numpy as np
 
 from drafter.tree.cost_model import TreeCostModel
-from drafter.tree.frontier import Frontier, GrowLimits, PrunedNodes, SampledNodes, TreeNodes
+from drafter.tree.frontier import Frontier, PrunedNodes, SampledNodes, TreeNodes, TreeRequests
 from drafter.tree.policy import TreePolicy
 from drafter.tree.sample import DrawBits, draw_children, mask_fixed
 from drafter.tree.score import ChildScores
 from drafter.tree.thresholds import passes_min, passes_path
 from workers.settings import PruneReason
-from workers.types import NodeKind, SamplingBatch
+from workers.types import NodeKind
 
 
 class BudgetedGrowth:
     """The trees of the requests `own` as host arrays [B, R]; row 0 is the root, rows are assigned breadth-first."""
 
     def __init__(
-        self,
-        own: np.ndarray,
-        root_token_B: np.ndarray,
-        root_index_B: np.ndarray,
-        limits: GrowLimits,
-        sampling: SamplingBatch,
-        policy: TreePolicy,
-        cost_model: TreeCostModel | None,
-        traced_B: np.ndarray | None = None,
+        self, own: np.ndarray, trees: TreeRequests, policy: TreePolicy, cost_model: TreeCostModel | None
     ) -> None:
         self.sampled: list[SampledNodes] = []
-        self._traced_B, self._pruned = traced_B, list[PrunedNodes]()
-        self._limits, self._policy, self._cost_model = limits, policy, cost_model
+        self._traced_B, self._pruned = trees.traced_B, list[PrunedNodes]()
+        self._limits, self._policy, self._cost_model = trees.limits, policy, cost_model
         budget_B = self._root_budget()
-        size = (len(root_token_B), 1 + int(budget_B.max(initial=0)))
-        self.pruned_BD = np.zeros((size[0], int(limits.max_depth_B.max(initial=0))), dtype=np.int32)
+        size = (len(trees.root_token_B), 1 + int(budget_B.max(initial=0)))
+        self.pruned_BD = np.zeros((size[0], int(trees.limits.max_depth_B.max(initial=0))), dtype=np.int32)
         self._token = np.zeros(size, dtype=np.int32)
         self._parent = np.full(size, -1, dtype=np.int32)
         self._depth = np.zeros(size, dtype=np.int32)
@@ -48,14 +40,14 @@ class BudgetedGrowth:
         self._path_prob = np.ones(size, dtype=np.float64)
         self._budget = np.zeros(size, dtype=np.int64)
         self._label = np.zeros(size, dtype=np.int64)
-        self._count = np.zeros(len(root_token_B), dtype=np.int64)
+        self._count = np.zeros(size[0], dtype=np.int64)
         self._count[own] = 1
-        self._token[:, 0] = root_token_B
+        self._token[:, 0] = trees.root_token_B
         self._budget[:, 0] = budget_B
         self._bits_BRK: DrawBits | None = None
-        if limits.is_sampled_B[own].any():
+        if trees.limits.is_sampled_B[own].any():
             # One call for all rows: Philox takes many small operations, however few numbers it returns.
-            seed_B, root_position_B = sampling.seed_B.cpu().numpy(), root_index_B.astype(np.int64) - 1
+            seed_B, root_position_B = trees.sampling.seed_B.cpu().numpy(), trees.root_index_B.astype(np.int64) - 1
             self._bits_BRK = DrawBits.of(
                 seed_B[:, None], root_position_B[:, None], np.arange(size[1]), policy.max_children
             )

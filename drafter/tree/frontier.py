@@ -1,5 +1,6 @@
 """The types that pass between draft model, scoring and growth.
 
+    TreeRequests   the trees that a message asks for
     TreeRoots      where the trees of one step begin in the KV pool
     Frontier       nodes to run through the draft model next
     TreeNodes      nodes of finished trees
@@ -12,8 +13,8 @@ V draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -24,8 +25,9 @@ from torch import Tensor
 from workers.kernels.select import TORCH, Kernels
 from workers.sampling.gumbel_cache import GumbelCache
 from workers.sampling.logits_edits import Columns
+from workers.sampling.logits_state import LogitsState, unpack_logits_states
 from workers.settings import Rule
-from workers.types import AttentionMetadata, DraftRequest
+from workers.types import AttentionMetadata, DraftCosts, DraftRequest, SamplingBatch
 
 
 class Frontier(NamedTuple):
@@ -99,6 +101,51 @@ class GrowLimits:
     def is_auto_B(self) -> np.ndarray:
         """Which requests leave the size of their tree to the cost model."""
         return self.auto_B > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeRequests:
+    """The trees that a message asks for, one for each of B requests."""
+
+    root_token_B: np.ndarray
+    root_index_B: np.ndarray  # index of the token drawn at the root: the root's position + 1
+    limits: GrowLimits
+    sampling: SamplingBatch  # on the host
+    logits_states: Mapping[int, LogitsState] = field(default_factory=dict)  # of the constrained requests
+    costs: DraftCosts | None = None  # required by `limits.auto_B`
+    traced_B: np.ndarray | None = None  # bool: report all nodes, pruned ones included; None = of no request
+
+    @staticmethod
+    def of(message: DraftRequest, *, is_hybrid: bool = False) -> TreeRequests:
+        """Return what a message asks for; some of its requests may only be fed."""
+        is_growing_B = message.num_nodes_B.numpy() > 0
+        own: Callable[[Tensor], np.ndarray]
+        if is_growing_B.all():  # nearly always
+            own, sampling = Tensor.numpy, message.sampling
+        else:
+            own, sampling = (
+                lambda column: column.numpy()[is_growing_B],
+                message.sampling.rows(torch.from_numpy(is_growing_B)),
+            )
+        offsets, index_B = message.offsets.numpy(), is_growing_B.cumsum() - 1
+        states = unpack_logits_states(message.constraints_U)
+        return TreeRequests(
+            root_token_B=message.token_M.numpy()[offsets[1:][is_growing_B] - 1],
+            root_index_B=own(message.start_B).astype(np.int64) + (offsets[1:] - offsets[:-1])[is_growing_B],
+            limits=GrowLimits(
+                num_nodes_B=own(message.num_nodes_B),
+                max_depth_B=own(message.max_depth_B),
+                min_prob_B=own(message.min_prob_B),
+                path_prob_B=own(message.path_prob_B),
+                rule_B=own(message.rule_B),
+                auto_B=own(message.auto_B),
+                is_hybrid=is_hybrid,
+            ),
+            sampling=sampling,
+            logits_states={int(index_B[b]): state for b, state in states.items() if is_growing_B[b]},
+            costs=message.costs,
+            traced_B=None if message.traced_B is None else own(message.traced_B).astype(bool),
+        )
 
 
 class TreeNodes(NamedTuple):

@@ -27,7 +27,7 @@ Legend: B requests, R rows of a request, F frontier nodes, K children, N nodes, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -40,12 +40,12 @@ from drafter.tree.cost_model import TreeCostModel
 from drafter.tree.frontier import (
     DraftVocabulary,
     Frontier,
-    GrowLimits,
     NgramCandidates,
     PrunedNodes,
     RootLogits,
     SampledNodes,
     TreeNodes,
+    TreeRequests,
     UnprunedTrees,
 )
 from drafter.tree.pack import cut, pack_probs, pack_trees
@@ -61,10 +61,22 @@ from workers.sampling.logits_processors import constrain
 from workers.sampling.logits_state import LogitsState
 from workers.settings import Rule
 from workers.transfer import to_device
-from workers.types import DraftCosts, DraftProbs, DraftReply, SamplingBatch, TreeBatch, TreeTrace
+from workers.types import DraftProbs, DraftReply, TreeBatch, TreeTrace
 
-Expand = Callable[[Frontier], Tensor | NgramCandidates]
-"""Runs a frontier through the draft model and returns its logits [F, V], or n-gram candidates."""
+
+class DraftDistributions(Protocol):
+    """A draft model, as far as trees are grown from it; see `drafter.proposers.base.Proposer`."""
+
+    vocab: DraftVocabulary
+
+    @property
+    def tree_graphs(self) -> TreeGraphs | None:
+        """Grow all levels of the trees at once; None = they are expanded level by level."""
+        ...
+
+    def expand(self, frontier: Frontier) -> Tensor | NgramCandidates:
+        """Return the logits [F, V] of one level of the trees, or n-gram candidates."""
+        ...
 
 
 class Growth(Protocol):
@@ -100,7 +112,7 @@ class GrownTrees(NamedTuple):
     num_run: int  # rows run through the draft model; roots not counted
     trace: TreeTrace | None = None  # None = no request is traced
 
-    def reply(self, seconds: float, num_predrafted: int = 0) -> DraftReply:
+    def reply(self, seconds: float) -> DraftReply:
         """Return the message that answers a DraftRequest. seconds: of this step on the drafter's clock."""
         return DraftReply(
             trees=self.trees,
@@ -110,49 +122,32 @@ class GrownTrees(NamedTuple):
             num_run=self.num_run,
             seconds=seconds,
             trace=self.trace,
-            num_predrafted=num_predrafted,
         )
 
 
 def grow(
+    trees: TreeRequests,
     roots: RootLogits,
-    root_token_B: np.ndarray,
-    root_index_B: np.ndarray,
-    *,
-    limits: GrowLimits,
-    sampling: SamplingBatch,
+    model: DraftDistributions,
     policy: TreePolicy,
-    expand: Expand,
-    vocab: DraftVocabulary,
-    logits_states: dict[int, LogitsState] | None = None,
-    grammars: Grammars | None = None,
-    costs: DraftCosts | None = None,
+    *,
     kernels: Kernels = TORCH,
-    tree_graphs: TreeGraphs | None = None,
-    traced_B: np.ndarray | None = None,
+    grammars: Grammars | None = None,
 ) -> GrownTrees:
     """Grow one tree per request.
 
     Args:
-        roots: the draft's distribution at each root; not asked for where `tree_graphs` grow the trees.
-        root_index_B: index of the token drawn at the root (the root's position + 1); a child of a depth-d node stands
-            for index root_index + d.
-        sampling: on the host.
-        expand: called once per level below the roots, only with nodes that need it.
-        logits_states: the constrained requests.
-        grammars: required if one of them has a grammar.
-        costs: required by `limits.auto_B`.
-        tree_graphs: grow all levels at once where they can; `expand` is not called then.
-        traced_B: bool, the requests whose nodes are reported, pruned ones included; None = none.
+        roots: the draft's distribution at each root; not asked for where the model's `tree_graphs` grow the trees.
+        model: `expand` is called once per level below the roots, only with nodes that need it.
+        grammars: required if a request has a grammar.
     """
-    cost_model = TreeCostModel(costs) if costs is not None else None
-    logits_states = logits_states or {}
+    limits, sampling = trees.limits, trees.sampling
+    cost_model = TreeCostModel(trees.costs) if trees.costs is not None else None
     is_best_first_B = limits.is_auto_B & ~limits.is_sampled_B & isinstance(policy, DynamicTreePolicy)
-    fit_D2 = None if tree_graphs is None else tree_graphs.fit_of(limits, costs, is_traced=traced_B is not None)
-    if tree_graphs is not None and fit_D2 is not None and _only_penalize(logits_states):
-        grown = tree_graphs(root_token_B, root_index_B, limits, sampling, logits_states, fit_D2)
+    if model.tree_graphs is not None and _only_penalize(trees.logits_states):
+        grown = model.tree_graphs(trees)
         if grown is not None:
-            return _finish(grown, limits, cost_model, traced_B)
+            return _finish(grown, trees, cost_model)
     if callable(roots):
         roots = roots()
 
@@ -160,20 +155,18 @@ def grow(
     best_first, budgeted = np.flatnonzero(is_best_first_B), np.flatnonzero(~is_best_first_B)
     if len(best_first):
         assert cost_model is not None, "auto needs costs"
-        growths.append(BestFirstGrowth(best_first, root_token_B, limits, cost_model, traced_B))
+        growths.append(BestFirstGrowth(best_first, trees, cost_model))
     if len(budgeted) or not len(best_first):
-        growths.append(
-            BudgetedGrowth(budgeted, root_token_B, root_index_B, limits, sampling, policy, cost_model, traced_B)
-        )
-    _prepare_noise(roots, root_index_B, limits, sampling, vocab)
-    constraints = _PathConstraints(logits_states, vocab, grammars)
+        growths.append(BudgetedGrowth(budgeted, trees, policy, cost_model))
+    _prepare_noise(roots, trees, model.vocab)
+    constraints = _PathConstraints(trees.logits_states, model.vocab, grammars)
     has_truncation = sampling.needs.truncates  # read on the host, once for all levels
     num_levels = num_run = 0
     while True:
         frontier, owner_F = _merge([growth.frontier() for growth in growths])
         if not len(frontier.request_F):
             break
-        draft = expand(frontier) if num_levels else _rows(roots, frontier.request_F)
+        draft = model.expand(frontier) if num_levels else _rows(roots, frontier.request_F)
         draft, is_dead_F = constraints.apply(draft, frontier)
         num_run += len(frontier.request_F) if num_levels else 0
         num_levels += 1
@@ -181,9 +174,9 @@ def grow(
             draft,
             sampling.rows(torch.from_numpy(frontier.request_F)),
             limits.rule_B[frontier.request_F],
-            root_index_B[frontier.request_F] + frontier.depth,
+            trees.root_index_B[frontier.request_F] + frontier.depth,
             policy.max_children,
-            vocab,
+            model.vocab,
             kernels,
             has_truncation=has_truncation,
         )
@@ -201,43 +194,38 @@ def grow(
         pruned_BD=np.add.reduce([growth.pruned_BD for growth in growths], dtype=np.int32),
         num_levels=num_levels,
         num_run=num_run,
-        pruned=[] if traced_B is None else [nodes for growth in growths for nodes in growth.pruned()],
+        pruned=[] if trees.traced_B is None else [nodes for growth in growths for nodes in growth.pruned()],
     )
-    return _finish(grown, limits, cost_model, traced_B)
+    return _finish(grown, trees, cost_model)
 
 
-def _finish(
-    grown: UnprunedTrees, limits: GrowLimits, cost_model: TreeCostModel | None, traced_B: np.ndarray | None
-) -> GrownTrees:
+def _finish(grown: UnprunedTrees, asked: TreeRequests, cost_model: TreeCostModel | None) -> GrownTrees:
     """Cut the trees under `auto`, then pack all of them."""
     nodes, sampled, pruned_BD, num_levels, num_run, pruned = grown
     is_kept_N = None
     if cost_model is not None:
-        is_kept_N = cut(nodes, limits, cost_model, cost_model.draft_ms(num_levels, num_run))
+        is_kept_N = cut(nodes, asked.limits, cost_model, cost_model.draft_ms(num_levels, num_run))
         np.add.at(pruned_BD, (nodes.request_N[~is_kept_N], nodes.depth_N[~is_kept_N] - 1), 1)
     trees = pack_trees(nodes if is_kept_N is None else nodes.rows(is_kept_N), len(pruned_BD))
-    trace = None if traced_B is None else trace_trees(nodes, is_kept_N, pruned, traced_B)
+    trace = None if asked.traced_B is None else trace_trees(nodes, is_kept_N, pruned, asked.traced_B)
     return GrownTrees(trees, pack_probs(sampled, trees), pruned_BD, num_levels, num_run, trace)
 
 
-def _only_penalize(logits_states: dict[int, LogitsState]) -> bool:
+def _only_penalize(logits_states: Mapping[int, LogitsState]) -> bool:
     """Return True if penalties are the only constraints: the tree graphs apply no others."""
     return all(logits_state.has_only_penalties for logits_state in logits_states.values())
 
 
-def _prepare_noise(
-    roots: Tensor | NgramCandidates,
-    root_index_B: np.ndarray,
-    limits: GrowLimits,
-    sampling: SamplingBatch,
-    vocab: DraftVocabulary,
-) -> None:
+def _prepare_noise(roots: Tensor | NgramCandidates, trees: TreeRequests, vocab: DraftVocabulary) -> None:
     """Compute the noise of all levels in one call. What a shallow tree leaves unread, the next steps' trees read."""
     if isinstance(roots, NgramCandidates):
         return  # noise at single tokens is cheaper than a row of it
-    needs_B = (limits.rule_B == Rule.COUPLED.value) & (sampling.temperature_B > 0).numpy()
-    seeds = sampling.seed_B.numpy()[needs_B].tolist()
-    vocab.noise.prepare(seeds, root_index_B[needs_B].tolist(), limits.max_depth_B[needs_B].tolist(), roots.device)
+    needs_B = (trees.limits.rule_B == Rule.COUPLED.value) & (trees.sampling.temperature_B > 0).numpy()
+    seeds, first, num = (
+        values_B[needs_B].tolist()
+        for values_B in (trees.sampling.seed_B.numpy(), trees.root_index_B, trees.limits.max_depth_B)
+    )
+    vocab.noise.prepare(seeds, first, num, roots.device)
 
 
 def _merge(frontiers: list[Frontier]) -> tuple[Frontier, np.ndarray]:
@@ -260,7 +248,7 @@ class _PathConstraints:
     """Applies the requests' constraints to draft logits, along each node's own path."""
 
     def __init__(
-        self, logits_states: dict[int, LogitsState], vocab: DraftVocabulary, grammars: Grammars | None
+        self, logits_states: Mapping[int, LogitsState], vocab: DraftVocabulary, grammars: Grammars | None
     ) -> None:
         self._logits_states, self._grammars = logits_states, grammars
         self._has_grammar = any(state.constraints.grammar for state in logits_states.values())

@@ -1,9 +1,9 @@
 """CUDA graphs that grow whole trees: `grow_on_device` over static buffers, captured for each bucket of requests.
 
     TreeGraphs(run, plan, ...)                       the buffers and the graphs
-        .fit_of(limits, costs, is_traced)            whether a graph grows such trees
+        .fit_of(trees)                               whether a graph grows such trees
         .set_roots(roots, hidden_MX, row_G)          where this step's trees begin, set by the draft model's `extend`
-        (...) -> UnprunedTrees | None                one replay, one copy to the host
+        (trees) -> UnprunedTrees | None              one replay, one copy to the host
 
 Legend: B requests of a bucket, G of a step, M fed rows, N nodes of a tree, R = 1 + N rows, D levels, V draft
 vocabulary, X width of the draft model's output, H width of a feature: X or 0.
@@ -29,15 +29,14 @@ from drafter.tree.best_first_device import (
     grow_on_device,
 )
 from drafter.tree.device_rows import device_shape
-from drafter.tree.frontier import DraftVocabulary, GrowLimits, TreeNodes, TreeRoots, UnprunedTrees
+from drafter.tree.frontier import DraftVocabulary, TreeNodes, TreeRequests, TreeRoots, UnprunedTrees
 from drafter.tree.score import child_kinds
 from workers.config import EngineConfig
 from workers.cuda_graphs import MAX_ROWS, Recorder, Size
 from workers.kernels.select import Kernels
 from workers.sampling.logits_processors import write_token_counts
-from workers.sampling.logits_state import LogitsState
 from workers.transfer import to_host
-from workers.types import AttentionMetadata, DraftCosts, NodeKind, SamplingBatch, as_signed64
+from workers.types import AttentionMetadata, NodeKind, as_signed64
 
 MAX_LOGITS = 1 << 24
 """Logits of one level, empty rows included; beyond, the computation outweighs the launches that a graph saves."""
@@ -113,7 +112,7 @@ class TreeGraphs:
         self._run, self._root_logits, self._page_size = run, root_logits, config.page_size
         self._root_position = root_position
         self._tree, self._vocab, self._kernels = config.draft.tree, vocab, kernels
-        self._table_width = config.draft_table_width
+        self._table_width = config.pages_for(config.max_model_len)
         device = example_1X.device
         self._shape = device_shape(self._tree, device)
         sizes = buckets(config.max_num_seqs, self._tree.num_speculative_tokens, vocab.size)
@@ -139,16 +138,21 @@ class TreeGraphs:
         """Time and memory that capturing took, for the rank's topology report."""
         return {f"tree_{name}": value for name, value in self._recorder.report.items()}
 
-    def fit_of(self, limits: GrowLimits, costs: DraftCosts | None, *, is_traced: bool) -> Tensor | None:
+    def fit_of(self, trees: TreeRequests) -> Tensor | None:
         """Return the calibration [D, 2] under which a graph grows all of these trees; None if none can.
 
         No graph grows sampled trees. Dynamic ones must all be under `auto` or none of them, as the service's are by
         default. A static one may have no thresholds, since what they keep out is not counted. Where thresholds keep
         nodes out of trees with budgets, those nodes are counted and not named, as a trace would.
         """
+        limits, costs = trees.limits, trees.costs
         is_best_first, is_dynamic = self._shape is None, self._tree.kind == "dynamic"
         has_thresholds = limits.min_prob_B.any() or limits.path_prob_B.any()
-        if limits.is_sampled_B.any() or (has_thresholds and not is_dynamic) or (is_traced and not is_best_first):
+        if (
+            limits.is_sampled_B.any()
+            or (has_thresholds and not is_dynamic)
+            or (trees.traced_B is not None and not is_best_first)
+        ):
             return None
         if limits.is_auto_B.any():
             is_fit = limits.is_auto_B.all() and (is_best_first or not is_dynamic)
@@ -162,24 +166,19 @@ class TreeGraphs:
             return hidden_MX[row_G]  # and no graph grows so many trees
         return torch.index_select(hidden_MX, 0, row_G, out=self._hidden_BX[: len(row_G)])
 
-    def __call__(
-        self,
-        root_token_G: np.ndarray,
-        root_index_G: np.ndarray,
-        limits: GrowLimits,
-        sampling: SamplingBatch,
-        logits_states: dict[int, LogitsState],
-        fit_D2: Tensor,
-    ) -> UnprunedTrees | None:
-        """Grow the trees of this step, or return None if no graph fits them; arguments as in `drafter.tree.grow`.
+    def __call__(self, trees: TreeRequests) -> UnprunedTrees | None:
+        """Grow the trees of this step, or return None if no graph fits them.
 
         The caller is in inference mode, which takes longer to enter than most operations here take.
-        logits_states: with no constraints but penalties. fit_D2: calibration as it travels. All levels and rows count
-        as run, whatever they hold, because all of them took time.
+        trees: with no constraints but penalties. All levels and rows count as run, whatever they hold, because all of
+        them took time.
         """
-        num_trees = len(root_token_G)
+        fit_D2, limits, sampling = self.fit_of(trees), trees.limits, trees.sampling
+        if fit_D2 is None:
+            return None
+        num_trees = len(trees.root_token_B)
         num_requests = Size.of(1, num_trees).requests
-        has_penalties = bool(logits_states)
+        has_penalties = bool(trees.logits_states)
         key = num_requests, has_penalties or sampling.needs.truncates, has_penalties
         if not num_trees or key not in self._grow:
             return None
@@ -187,7 +186,7 @@ class TreeGraphs:
         penalties_G3 = _NO_PENALTIES
         if has_penalties:
             penalties_G3 = np.repeat(_NO_PENALTIES, num_trees, axis=0)
-            for g, logits_state in logits_states.items():
+            for g, logits_state in trees.logits_states.items():
                 penalties_G3[g] = logits_state.constraints.penalties
         has_noise_G = kind_G == NodeKind.COUPLED.value
         position_G = self._roots.base_G + self._root_position
@@ -196,11 +195,11 @@ class TreeGraphs:
         sent = torch.zeros(_FIT_BYTES * num_levels + _TABLE_ROW_BYTES * num_requests, dtype=torch.uint8)
         own_fit_D2, table = (view.numpy() for view in _views(sent, num_levels))
         fit_D2.numpy().take(range(num_levels), axis=0, out=own_fit_D2, mode="clip")
-        RowParameters.fill(table[:num_trees], root_token_G, position_G, has_noise_G, limits, sampling, penalties_G3)
+        RowParameters.fill(table[:num_trees], trees, position_G, has_noise_G, penalties_G3)
         self._sent[: len(sent)].copy_(sent, non_blocking=True)
-        self._fill_noise(has_noise_G.nonzero()[0], root_index_G, sampling)
+        self._fill_noise(has_noise_G.nonzero()[0], trees)
         if has_penalties:
-            write_token_counts(self._count_BV[:num_requests], logits_states, self._vocab.columns)
+            write_token_counts(self._count_BV[:num_requests], trees.logits_states, self._vocab.columns)
         self._plans[num_requests].move(*self._places(num_requests))
         (grown_BX,) = to_host(self._grow[key]())
         grown_GX, num_rows = grown_BX[:num_trees], 1 + self._tree.num_speculative_tokens
@@ -262,13 +261,13 @@ class TreeGraphs:
         pruned = () if levels.pruned_BD is None else (levels.pruned_BD,)
         return torch.cat([field.double() for field in (*levels.nodes[:5], *pruned)], dim=1)
 
-    def _fill_noise(self, noisy: np.ndarray, root_index_G: np.ndarray, sampling: SamplingBatch) -> None:
+    def _fill_noise(self, noisy: np.ndarray, trees: TreeRequests) -> None:
         """Fill in the noise of the requests `noisy`: the children of depth-d nodes stand for index root + d."""
         if not len(noisy):
             return
         D = self._tree.longest_path
-        seeds = sampling.seed_B.numpy()[noisy].repeat(D).tolist()
-        indices = (root_index_G[noisy, None] + np.arange(D)).ravel().tolist()
+        seeds = trees.sampling.seed_B.numpy()[noisy].repeat(D).tolist()
+        indices = (trees.root_index_B[noisy, None] + np.arange(D)).ravel().tolist()
         noise_NV = self._vocab.noise.rows(seeds, indices, self._noise_BDV.device).expand(len(seeds), -1)
         if len(noisy) == noisy[-1] + 1:  # the first ones, which is all but always so: one copy
             self._noise_BDV[: len(noisy)].copy_(noise_NV.view(len(noisy), D, -1))

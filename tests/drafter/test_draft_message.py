@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from drafter.drafter import Drafter
 from drafter.proposers.base import DraftModelProposer, FeatureProposer, Proposer
 from drafter.proposers.ngram import MatchLengths, NgramProposer
 from drafter.tree.policy import make_tree_policy
-from drafter.worker import draft
 from tests.support import checkpoints
 from tests.support.draft_costs import FREE
 from tests.support.engines import BUNDLED
@@ -108,7 +108,7 @@ def reply(proposer: Proposer, which: list[int], width: int, *, is_even: bool) ->
     features = [torch.randn(30, width, generator=torch.Generator().manual_seed(i)) for i in which]
     fed = zip(features, inputs.values(), strict=True)
     rows = torch.cat([of[: len(own_input.tokens)] for of, own_input in fed]) if width else None
-    return draft(StepInputs(4, ()).draft_request(inputs, rows, FREE), proposer, make_tree_policy(TREE))
+    return Drafter(proposer, make_tree_policy(TREE)).draft(StepInputs(4, ()).draft_request(inputs, rows, FREE))
 
 
 def replace_rule(request: Request) -> Request:

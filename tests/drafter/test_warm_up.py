@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from drafter.drafter import Drafter, warm_up_requests
 from drafter.proposers.base import DraftModelProposer, FeatureProposer
 from drafter.tree.policy import make_tree_policy
-from drafter.worker import draft, warm_up_requests
 from tests.support import checkpoints
 from tests.support.engines import AUTO, BUNDLED, CHAIN, DYNAMIC, STATIC, bundled
 from verifier.adaptive.profile import warm_up
@@ -35,7 +35,7 @@ def test_warm_up_drafts_every_kind_of_node_on_the_null_page(method, tree):
     with torch.inference_mode():
         kv.data.fill_(7.0)
     requests = warm_up_requests(config, proposer.width)
-    replies = [draft(request, proposer, make_tree_policy(tree)) for request in requests]
+    replies = [Drafter(proposer, make_tree_policy(tree)).draft(request) for request in requests]
     assert [int(request.rule_B) for request in requests] == [Rule.COUPLED, Rule.COUPLED, Rule.TRAVERSAL]
     for reply in replies:
         num_nodes = len(reply.trees.token_N) - 1

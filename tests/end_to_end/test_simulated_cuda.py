@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,8 @@ from cluster.engine_client import EngineClient
 from cluster.local_engine import LocalEngine
 from cluster.rank_exits import EngineDead
 from drafter import worker as drafter_worker
+from drafter.drafter import Drafter as DraftModel
+from drafter.drafter import warm_up_requests
 from drafter.proposers.ngram import NgramProposer
 from drafter.tree.policy import make_tree_policy
 from tests.support.simulated_cuda import simulated_cuda
@@ -227,11 +228,9 @@ def run(config: EngineConfig, jobs: list[Submit]) -> Run:
         is_model = config.draft.method != "ngram"
         kernels = kernels_for(device if is_model else "cpu", config.kernels, config.enforce_eager)
         proposer = drafter_worker._load(drafter, specs, kernels)
-        draft = partial(
-            drafter_worker.draft, proposer=proposer, policy=make_tree_policy(config.draft.tree), kernels=kernels
-        )
+        draft = DraftModel(proposer, make_tree_policy(config.draft.tree), kernels=kernels).draft
         if not isinstance(proposer, NgramProposer):
-            for request in drafter_worker.warm_up_requests(config, proposer.width):
+            for request in warm_up_requests(config, proposer.width):
                 draft(request)
         warm_up(target, config, num_pages)
         front, engine_end = socket.socketpair()

@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 import threading
 import time
+from typing import Any
 
 import drafter.worker
 import verifier.worker
@@ -33,12 +34,12 @@ def run_slowly(world: World) -> str:
         return "drafted to the end"
     execute, slow = Target._execute, []
 
-    def executed(self: Target, step: TargetStep) -> list[int] | None:
+    def executed(self: Target, step: TargetStep, *more: Any) -> list[int] | None:
         rows = len(step.token_N)
         if rows not in slow and rows in (2, len(PROMPT)):
             slow.append(rows)
             time.sleep(1.5 * STEP_TIMEOUT_S)
-        return execute(self, step)
+        return execute(self, step, *more)
 
     Target._execute = executed  # type: ignore[method-assign]
     answers: list[int] = []

@@ -16,6 +16,7 @@ if torch.cuda.is_available():
     pytest.skip("runs on the simulated device", allow_module_level=True)
 
 from drafter import worker as drafter_worker
+from drafter.drafter import Drafter, warm_up_requests
 from drafter.tree.policy import make_tree_policy
 from drafter.workspace import draft_workspace, widest_level
 from tests.end_to_end.test_simulated_cuda import Alone
@@ -147,7 +148,7 @@ def test_a_pass_without_graphs_takes_what_was_counted(models: Path, monkeypatch:
 
 def asked(config: EngineConfig, width: int, which: int, num_rows: int) -> DraftRequest:
     """Return a request for as many trees as there may be, which feeds `num_rows` rows; see `warm_up_requests`."""
-    one, num = drafter_worker.warm_up_requests(config, width)[which], config.max_num_seqs
+    one, num = warm_up_requests(config, width)[which], config.max_num_seqs
     ends = torch.linspace(0, num_rows, num + 1).int()
     many = {
         name: value.repeat(num, *[1] * (value.dim() - 1))
@@ -158,7 +159,7 @@ def asked(config: EngineConfig, width: int, which: int, num_rows: int) -> DraftR
     return replace(
         one,
         **many,
-        page_table_BP=torch.zeros(num, config.draft_table_width, dtype=torch.int32),
+        page_table_BP=torch.zeros(num, config.pages_for(config.max_model_len), dtype=torch.int32),
         offsets=ends,
         token_M=torch.zeros(num_rows, dtype=torch.int32),
         sampling=SamplingBatch.stack(params if which else [replace(each, temperature=0.0) for each in params]),
@@ -176,11 +177,11 @@ def drafted(
     kernels = kernels_for(torch.device("cuda", 0), config.kernels, config.enforce_eager)
     assert config.draft is not None
     proposer: Any = drafter_worker._load(world_of(config, 1), specs, kernels)
-    policy = make_tree_policy(config.draft.tree)
+    drafter = Drafter(proposer, make_tree_policy(config.draft.tree), kernels=kernels)
     width = getattr(proposer, "width", 0)
     eager = measured.eager(
         *(
-            lambda n=n: drafter_worker.draft(asked(config, width, which, n), proposer, policy, kernels=kernels)
+            lambda n=n: drafter.draft(asked(config, width, which, n))
             for n in (config.max_num_seqs, max_message_rows(config))
         )
     )

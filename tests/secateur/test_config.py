@@ -213,23 +213,11 @@ def test_defaults_are_those_of_the_manual():
     }
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"method": "ngram"}, "method 'ngram' takes no time that could be hidden"),
-        ({"model": "x", "draft_tensor_parallel_size": 2}, "'predraft' needs draft_tensor_parallel_size=1"),
-    ],
-)
-def test_pre_drafting_that_cannot_be_is_an_error(settings, problem):
-    with pytest.raises(ConfigError, match=problem):
-        SpeculativeConfig(overlap="predraft", **settings)
+def test_lookup_has_no_half_batches():
+    with pytest.raises(ConfigError, match="method 'ngram' takes no time that could be hidden"):
+        SpeculativeConfig(overlap="alternate", method="ngram")
     for overlap in ("auto", "none"):
-        assert SpeculativeConfig(overlap=overlap, **settings).overlap == overlap
-
-
-def test_pre_drafting_of_sampled_trees_warns():
-    with pytest.warns(UserWarning, match="overlap='predraft' has no effect with acceptance 'rejection'"):
-        SpeculativeConfig(model="x", acceptance="rejection", overlap="predraft")
+        assert SpeculativeConfig(overlap=overlap, method="ngram").overlap == overlap
 
 
 @pytest.mark.parametrize("key", ["enable_draft_probs", "draft_sample_method"])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from drafter.drafter import Drafter
 from drafter.proposers.base import FeatureProposer, Proposer
 from drafter.proposers.eagle3 import Eagle3Head
 from drafter.tree.policy import make_tree_policy
@@ -101,12 +102,13 @@ def engine_here(
     drafter = None
     if config.draft is not None:
         own = proposer(pair.head, pair.head.new_kv_pool(num_slots, kv_type), config.page_size, config.tree_rows)
-        is_hybrid = config.draft.acceptance.sample_method == "hybrid"
         drafter = FakeChannel(
-            own,
-            make_tree_policy(config.draft.tree),
-            is_hybrid=is_hybrid,
-            grammars=Grammars(TokenTable.of(config, vocab_size)),
+            Drafter(
+                own,
+                make_tree_policy(config.draft.tree),
+                is_hybrid=config.draft.acceptance.sample_method == "hybrid",
+                grammars=Grammars(TokenTable.of(config, vocab_size)),
+            )
         )
     engine_end, front = socket.socketpair()
     front.setblocking(False)

@@ -59,7 +59,7 @@ def bundled(
 
 
 def in_turn(config: EngineConfig) -> EngineConfig:
-    """Return the same without pre-drafting: then the trees, and not only the tokens, do not depend on timing."""
+    """Return the same without half-batches: then the trees, and not only the tokens, do not depend on timing."""
     assert config.draft is not None
     return replace(config, draft=replace(config.draft, overlap="none"))
 

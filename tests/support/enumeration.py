@@ -21,9 +21,9 @@ import torch
 import drafter.tree.budgeted
 import drafter.tree.sample
 from drafter.tree.frontier import DraftVocabulary, Frontier, GrowLimits
-from drafter.tree.grow import grow
 from drafter.tree.policy import TreePolicy
 from drafter.tree.sample import DrawBits, DrawnChildren, Support, draw_children, mask_fixed
+from tests.support.growing import grow
 from tests.support.oracles import Path, paths_of
 from verifier.acceptance.rejection import Decision, Residual, RowLaw, Tree, decide
 from workers.settings import Rule, SamplingSettings

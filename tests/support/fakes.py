@@ -22,11 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafter import worker
-from drafter.predraft import PreDrafter
-from drafter.proposers.base import Proposer
+from drafter.drafter import Drafter
 from drafter.tree.frontier import DraftVocabulary, Frontier
-from drafter.tree.policy import TreePolicy, make_tree_policy
+from drafter.tree.policy import make_tree_policy
 from verifier.engine import Engine
 from verifier.hidden_states import HiddenStatePool, max_buffered_states
 from verifier.request import Request
@@ -36,9 +34,8 @@ from workers.comm.channel import PeerLost, Received
 from workers.comm.groups import World
 from workers.comm.ipc import Abort, DrafterLost, FrameDecoder, FrameSocket, StepOutput, Submit, TokenChunk, encode
 from workers.comm.wire import Kind
-from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, TreeConfig
+from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, Overlap, TreeConfig
 from workers.kernels.select import TORCH
-from workers.sampling.grammar import Grammars
 from workers.sampling.sampler import draw
 from workers.settings import SamplingSettings
 from workers.types import AttentionMetadata, DraftReply, DraftRequest, SamplingBatch, TargetStep
@@ -147,9 +144,9 @@ class FakeTarget(Target):
         self.heartbeats = 0
         self.stopped = False
 
-    def run(self, step: TargetStep, number: int) -> list[int]:
+    def run(self, step: TargetStep, number: int, while_waiting: Callable[[], None] = lambda: None) -> list[int]:
         assert number == len(self.steps)
-        self.meanwhile()
+        while_waiting()
         self.steps.append(step)
         held = self.memory.held
         moved = [held[source] for source in step.copy_source.tolist()]
@@ -238,15 +235,6 @@ class FakeProposer:
                 self._features[g, row] = torch.tensor([int(self._base[g]) + level.depth, int(token)])
         return self._logits(self.memory.forward(attention, base_F + level.depth, torch.from_numpy(level.token_F)))
 
-    @property
-    def node_features(self) -> Tensor | None:
-        return self._features
-
-    def copy_slots(self, source: Tensor, target: Tensor) -> None:
-        held = self.memory.held
-        copied = [(place, held.get(origin)) for origin, place in zip(source.tolist(), target.tolist(), strict=True)]
-        held |= {place: entry for place, entry in copied if entry is not None}
-
     def _take_features(self, request: DraftRequest, slot_M: Tensor) -> None:
         """Check that f_{j-1} comes with t_j. An EAGLE head gets only the feature of token 0; slot 0 stays empty."""
         assert request.features_MH is not None
@@ -272,18 +260,8 @@ def worker_slots(request: DraftRequest) -> Tensor:
 class FakeChannel:
     """The link to a drafter in this process; both messages are serialized."""
 
-    def __init__(
-        self,
-        proposer: Proposer,
-        policy: TreePolicy,
-        *,
-        is_hybrid: bool = False,
-        grammars: Grammars | None = None,
-        ahead: PreDrafter | None = None,
-        is_interrupted: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._proposer, self._policy, self._is_hybrid, self._grammars = proposer, policy, is_hybrid, grammars
-        self._ahead, self._is_interrupted, self._has_waited = ahead, is_interrupted, False
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
         self._answers: list[Received] = []
         self.requests: list[DraftRequest] = []
         self.replies: list[DraftReply] = []
@@ -300,14 +278,7 @@ class FakeChannel:
         request = over_the_wire(message)
         assert isinstance(request, DraftRequest)
         self.requests.append(request)
-        if self._ahead is not None:
-            reply = over_the_wire(self._ahead.reply(request, has_waited=self._has_waited))
-            self._ahead.draft_ahead(self._is_interrupted)
-            self._has_waited = self._is_interrupted()
-        else:
-            reply = over_the_wire(
-                worker.draft(request, self._proposer, self._policy, is_hybrid=self._is_hybrid, grammars=self._grammars)
-            )
+        reply = over_the_wire(self._drafter.draft(request))
         assert isinstance(reply, DraftReply)
         self.replies.append(reply)
         self._answers.append(Received(Kind.DRAFT_REPLY, step, reply))
@@ -369,8 +340,7 @@ class Bench:
         tree: TreeConfig = TreeConfig(),  # noqa: B008
         num_pages: int = 65,
         acceptance: AcceptanceConfig = AcceptanceConfig(),  # noqa: B008
-        overlap: Literal["auto", "none", "predraft", "alternate"] = "none",
-        is_interrupted: Callable[[], bool] = lambda: False,
+        overlap: Overlap = "none",
         may_lose_drafter: bool = False,
         **settings: Any,
     ) -> None:
@@ -384,19 +354,8 @@ class Bench:
         self.target = FakeTarget(language, config.page_size, config.max_model_len, waiting)
         self.proposer = FakeProposer(language, config.page_size, reads_features=method == "eagle3")
         is_hybrid = acceptance.sample_method == "hybrid"
-        policy, ahead = make_tree_policy(tree), None
-        if config.has_predrafting:
-            ahead = PreDrafter(
-                self.proposer,
-                functools.partial(worker.grow_trees, proposer=self.proposer, policy=policy, is_hybrid=is_hybrid),
-                page_size=config.page_size,
-                scratch=range(num_pages, num_pages + config.scratch_pages),
-                outcome_pages=config.outcome_pages,
-                is_forced=overlap == "predraft",
-            )
-        self._new_drafter = functools.partial(
-            FakeChannel, self.proposer, policy, is_hybrid=is_hybrid, ahead=ahead, is_interrupted=is_interrupted
-        )
+        drafter = Drafter(self.proposer, make_tree_policy(tree), is_hybrid=is_hybrid)
+        self._new_drafter = functools.partial(FakeChannel, drafter)
         self.drafter = self._new_drafter() if method else None
         self.offers: list[FakeOffer] = []
         self.losses: list[DrafterLost] = []

@@ -152,11 +152,10 @@ def test_without_a_fallback_the_loss_ends_the_engine() -> None:
     [
         ("eagle3", TREE, {}),
         ("eagle3", AUTO, {}),
-        ("eagle3", TREE, {"overlap": "predraft"}),
         ("draft_model", AUTO, {}),
         ("draft_model", TREE, {"acceptance": AcceptanceConfig(kind="rejection", min_temperature=0.0)}),
     ],
-    ids=["eagle3", "auto", "predraft", "draft model", "rejection"],
+    ids=["eagle3", "auto", "draft model", "rejection"],
 )
 def test_any_losses_change_no_token_and_leave_every_page_free(
     method: Any, tree: TreeConfig, more: dict[str, Any]

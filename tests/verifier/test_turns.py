@@ -13,7 +13,7 @@ import torch
 from tests.support.fakes import Bench, Counting, RandomLanguage, say
 from verifier.draft_inputs import DraftInput
 from verifier.tree import chains
-from verifier.turns import Asked, next_turn
+from verifier.turns import next_turn, of_those_here
 from workers.comm.ipc import Speculation
 from workers.config import PruneConfig, SimulatedCosts, TreeConfig
 from workers.settings import SamplingSettings
@@ -46,7 +46,8 @@ def verified(own: Bench) -> list[int]:
 
 
 def asked(own: Bench) -> list[int]:
-    return [request.id for request in own.engine._asked.turn] if own.engine._asked else []
+    asked: Any = own.engine._drafting._asked  # type: ignore[attr-defined]
+    return [request.id for request in asked.requests] if asked else []
 
 
 def test_a_step_verifies_one_half_while_the_drafter_drafts_for_the_other() -> None:
@@ -244,8 +245,7 @@ def test_a_reply_is_cut_to_the_requests_that_are_still_there() -> None:
         seconds=0.5,
         trace=trace([10, 11, 20, 30, 31, 35], [-1, 0, -1, -1, 0, 0], 0, 2, 3, 6),
     )
-    asked = Asked(plan, everyone, sent_s=0.0)
-    kept = asked.only(reply, [everyone[3], everyone[0]])
+    kept = of_those_here(reply, plan, [everyone[3], everyone[0]])
     assert_fields(kept.trees, chains([[10, 11], [30, 31, 32, 33]]))
     ids = DraftProbs(offsets=int32(0, 1, 1, 1, 3, 3, 4), id_S=int32(11, 32, 39, 33), weight_S=int32(1, 4, 5, 6))
     assert_fields(kept.probs, ids)
@@ -253,9 +253,9 @@ def test_a_reply_is_cut_to_the_requests_that_are_still_there() -> None:
     assert torch.equal(kept.pruned_GD, int32(0, 7, 2, 9).view(2, 2))
     assert (kept.num_levels, kept.num_run, kept.seconds) == (4, 9, 0.5)
 
-    last = asked.only(reply, [everyone[3]])
+    last = of_those_here(reply, plan, [everyone[3]])
     assert last.trace is not None and last.trace.offsets.tolist() == [0, 3] and last.trace.token_T.tolist()[0] == 30
-    assert asked.only(reply, everyone) is reply
+    assert of_those_here(reply, plan, everyone) is reply
 
 
 def trace(tokens: list[int], parents: list[int], *offsets: int) -> TreeTrace:

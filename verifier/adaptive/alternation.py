@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
+
+from workers.config import Overlap
 
 _LEAST_ROUNDS = 8  # measured before a decision
 _MARGIN = 1.03  # by which turns must be forecast to be faster
@@ -32,7 +34,7 @@ class Round(NamedTuple):
 class Alternation:
     """Decides whether half-batches take turns, for each size of batch. It changes in `observe` and `rest` alone."""
 
-    def __init__(self, overlap: Literal["auto", "none", "predraft", "alternate"], *, is_possible: bool) -> None:
+    def __init__(self, overlap: Overlap, *, is_possible: bool) -> None:
         self._is_forced = overlap == "alternate"
         self._is_open = overlap == "auto" and is_possible
         self._rests = False

@@ -193,8 +193,7 @@ class EngineStats(_NodeCounts):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     num_drafts: int = 0
-    num_trees: int = 0  # drafted ...
-    num_predrafted: int = 0  # ... and those of them that were grown while the target verified
+    num_trees: int = 0  # drafted
     pruned_per_depth: list[int] = field(default_factory=list)
     verified_per_depth: list[int] = field(default_factory=list)
     accepted_per_depth: list[int] = field(default_factory=list)

@@ -138,7 +138,6 @@ def pack(message: Message) -> Packed:
             parts = [(TREE_FIELDS, message.trees), (PROBS_FIELDS, message.probs), (PRUNED_FIELDS, message)]
             parts.append((TRACE_FIELDS, message.trace))
             scalars = [min(int(message.seconds * 1e6), 2**31 - 1), message.num_levels, message.num_run]
-            scalars.append(message.num_predrafted)
             return Packed(Kind.DRAFT_REPLY, _pack_fields(parts, scalars), EMPTY)
         case TargetStep():
             parts = [(STEP_FIELDS, message), (ATTENTION_FIELDS, message.attention), (SAMPLING_FIELDS, message.sampling)]
@@ -163,8 +162,8 @@ def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
             )
         case Kind.DRAFT_REPLY:
             parts = [TREE_FIELDS, PROBS_FIELDS, PRUNED_FIELDS, TRACE_FIELDS]
-            (tree, probs, pruned, trace), scalars = _unpack_fields(parts, meta, num_scalars=4)
-            microseconds, num_levels, num_run, num_predrafted = scalars
+            (tree, probs, pruned, trace), scalars = _unpack_fields(parts, meta, num_scalars=3)
+            microseconds, num_levels, num_run = scalars
             assert tree is not None and pruned is not None
             return DraftReply(
                 trees=TreeBatch(**tree),
@@ -174,7 +173,6 @@ def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
                 num_run=num_run,
                 seconds=microseconds * 1e-6,
                 trace=TreeTrace(**trace) if trace else None,
-                num_predrafted=num_predrafted,
             )
         case Kind.TARGET_STEP:
             parts = [STEP_FIELDS, ATTENTION_FIELDS, SAMPLING_FIELDS, SCORED_FIELDS]

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drafter.tree.frontier import DraftVocabulary, Frontier, GrowLimits, TreeRoots
-from drafter.tree.grow import GrownTrees, grow
+from drafter.tree.grow import GrownTrees
 from drafter.tree.policy import DynamicTreePolicy, make_tree_policy
 from drafter.tree.tree_graphs import TreeGraphs, buckets
 from tests.support import oracles
 from tests.support.attention_cases import moved
 from tests.support.draft_costs import CALIBRATION, FREE, costs
+from tests.support.growing import grow
 from tests.support.oracles import Path
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.kernels import reference

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 import drafter.tree.grow
 from drafter.tree.cost_model import TreeCostModel, calibrate
 from drafter.tree.frontier import DraftVocabulary, Frontier
-from drafter.tree.grow import GrownTrees, grow
+from drafter.tree.grow import GrownTrees
 from drafter.tree.policy import TYPICAL_CHILDREN, DynamicTreePolicy, StaticTreePolicy, TreePolicy
 from tests.support import oracles
 from tests.support.draft_costs import CALIBRATION, FREE, costs
+from tests.support.growing import grow
 from tests.support.oracles import Path
 from workers.settings import SamplingSettings
 from workers.types import DraftCosts, SamplingBatch

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from drafter.tree.frontier import DraftVocabulary, Frontier, NgramCandidates
-from drafter.tree.grow import _PathConstraints, grow
+from drafter.tree.grow import _PathConstraints
 from drafter.tree.policy import DynamicTreePolicy
 from drafter.tree.sample import Support
 from drafter.tree.score import ChildScores
 from tests.support import oracles
 from tests.support.grammars import TinyTable, allowed_by, state_of
+from tests.support.growing import grow
 from workers.sampling.grammar import Grammars, grammar_text
 from workers.settings import Constraints, Rule, SamplingSettings
 from workers.types import NodeKind, SamplingBatch

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.tree.frontier import DraftVocabulary, Frontier
-from drafter.tree.grow import grow
 from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy, TreePolicy, make_tree_policy
 from tests.support import oracles
+from tests.support.growing import grow
 from tests.support.oracles import Path
 from workers.config import MAX_TREE_NODES, TreeConfig
 from workers.settings import SamplingSettings

@@ -12,11 +12,12 @@ import torch
 
 from drafter.tree.cost_model import TreeCostModel
 from drafter.tree.frontier import DraftVocabulary, Frontier, NgramCandidates
-from drafter.tree.grow import GrownTrees, grow
+from drafter.tree.grow import GrownTrees
 from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy, TreePolicy
 from drafter.tree.sample import MAX_WEIGHT, DrawBits, draw_children, quantize
 from drafter.tree.score import score
 from tests.support import draft_costs, oracles
+from tests.support.growing import grow
 from tests.support.oracles import Path
 from verifier.acceptance.coupled import accept
 from workers.settings import Rule, SamplingSettings

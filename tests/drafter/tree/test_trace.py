@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from drafter.tree.frontier import DraftVocabulary, Frontier
-from drafter.tree.grow import GrownTrees, grow
+from drafter.tree.grow import GrownTrees
 from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy, TreePolicy
 from tests.support import oracles
 from tests.support.draft_costs import costs
+from tests.support.growing import grow
 from workers.config import MAX_TREE_NODES
 from workers.settings import PruneReason, Rule, SamplingSettings
 from workers.types import SamplingBatch, TreeTrace

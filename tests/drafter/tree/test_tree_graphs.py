@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.predraft import PreDrafter
+from drafter.drafter import Drafter
 from drafter.proposers.base import DraftModelProposer, FeatureProposer, decoder_tree_graphs, head_tree_graphs
 from drafter.proposers.eagle3 import Eagle3Head
 from drafter.tree.policy import make_tree_policy
-from drafter.worker import draft, grow_trees
 from tests.support import checkpoints
 from tests.support.attention_cases import moved
 from tests.support.clockwork import AUTO, ClockCosts, bench
@@ -140,7 +138,7 @@ def assert_same_trees(by_level: Any, at_once: Any, device: str = "cpu") -> None:
     """Compare the trees of all STEPS, with the same buffers."""
     policy = make_tree_policy(TREE)
     for message in messages(by_level._head.width if isinstance(by_level, FeatureProposer) else None, device):
-        expected, got = (draft(message, proposer, policy) for proposer in (by_level, at_once))
+        expected, got = (Drafter(proposer, policy).draft(message) for proposer in (by_level, at_once))
         for name in TreeBatch.__slots__:
             torch.testing.assert_close(getattr(got.trees, name), getattr(expected.trees, name), atol=1e-4, rtol=0)
 
@@ -159,41 +157,6 @@ def test_trees_of_a_head_with_a_window_equal_those_grown_level_by_level(tmp_path
     head = shutil.copytree(BUNDLED / "eagle3", tmp_path / "head")
     checkpoints.edit_config(head, **checkpoints.sliding(window, "sliding_attention"))
     assert_same_trees(*proposers("eagle3", head=head))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter: its tensors are on the CPU")
-@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
-def test_outcomes_that_are_drafted_ahead_get_the_same_trees(method: str) -> None:
-    """The roots' logits are asked for after a graph has grown the trees that they belong to."""
-    policy, num_pages = make_tree_policy(TREE), 48
-    pair = proposers(method, num_pages=num_pages)
-    drafters = []
-    for proposer in pair:
-        proposer.expand = type(proposer).expand.__get__(proposer)  # reads the trees once more
-        drafters.append(
-            PreDrafter(
-                proposer,
-                partial(grow_trees, proposer=proposer, policy=policy),
-                page_size=PAGE,
-                scratch=range(16, num_pages),
-                outcome_pages=2,
-                is_forced=True,
-            )
-        )
-    num_ahead = 0
-    for request in messages(pair[0]._head.width if method == "eagle3" else None, "cpu"):
-        request = replace(request, constraints_U=pack_logits_states([None] * len(request.start_B)))  # as it needs
-        by_level, at_once = (drafter.reply(request) for drafter in drafters)
-        for drafter in drafters:
-            drafter.draft_ahead(lambda: False)
-        ahead = [drafter._grown for drafter in drafters]
-        assert drafters[0]._tree_of == drafters[1]._tree_of and (ahead[0] is None) is (ahead[1] is None)
-        for got, expected in ((at_once, by_level), ahead[::-1]):
-            for name in TreeBatch.__slots__ if got is not None else ():
-                torch.testing.assert_close(getattr(got.trees, name), getattr(expected.trees, name), atol=1e-4, rtol=0)
-        num_ahead += len(drafters[0]._tree_of)
-    assert num_ahead > 10
 
 
 class Replanning:

@@ -24,9 +24,9 @@ import scipy.stats
 import torch
 
 from drafter.tree.frontier import DraftVocabulary, Frontier
-from drafter.tree.grow import grow
 from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy, TreePolicy
 from tests.support import oracles
+from tests.support.growing import grow
 from tests.support.oracles import SMALL_V, Path, distance, draft_logits, product_law, target_logits
 from verifier.acceptance.coupled import accept, walk
 from workers.sampling.sampler import draw

@@ -18,12 +18,12 @@ import torch
 
 import drafter.tree.budgeted
 from drafter.tree.frontier import DraftVocabulary, Frontier
-from drafter.tree.grow import grow
 from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy, TreePolicy
 from drafter.tree.sample import DrawnChildren, Support
 from tests.support import oracles
 from tests.support.enumeration import Choose, Draft, GrownScenario, History, as_draft, draw_by, explore
 from tests.support.grammars import TinyTable, allowed_by, state_of
+from tests.support.growing import grow
 from tests.support.oracles import Path, distance, product_law
 from verifier.acceptance.coupled import walk
 from workers.sampling.grammar import Grammars, grammar_text

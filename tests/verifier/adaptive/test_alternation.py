@@ -113,7 +113,7 @@ def test_without_drafting_a_forced_mode_halves_nothing() -> None:
     assert own.is_on(8)
 
 
-@pytest.mark.parametrize(("overlap", "is_on"), [("none", False), ("predraft", False), ("alternate", True)])
+@pytest.mark.parametrize(("overlap", "is_on"), [("none", False), ("alternate", True)])
 def test_a_forced_mode_stays(overlap: str, is_on: bool) -> None:
     own = alternation(overlap)
     for machine in (PAST_THE_KNEE, BOUND_BY_WEIGHTS):

@@ -282,7 +282,7 @@ def test_every_field_of_every_message_is_on_the_wire():
         (
             DraftReply,
             wire.PRUNED_FIELDS,
-            {"trees", "probs", "num_levels", "num_run", "num_predrafted", "seconds", "trace"},
+            {"trees", "probs", "num_levels", "num_run", "seconds", "trace"},
         ),
         (TreeTrace, wire.TRACE_FIELDS, set()),
     ]:

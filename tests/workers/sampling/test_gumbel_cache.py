@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import workers.sampling.gumbel_cache
+from drafter.drafter import Drafter
 from drafter.tree.frontier import DraftVocabulary
-from drafter.worker import prefetch_noise
 from workers.sampling.gumbel_cache import GumbelCache
 from workers.sampling.philox import gumbel
 from workers.settings import Rule
@@ -94,7 +94,8 @@ def test_a_drafter_that_looks_ahead_has_the_noise_of_the_next_trees(monkeypatch)
         sampling=SimpleNamespace(temperature_B=torch.tensor([1.0, 1.0, 0.0, 1.0]), seed_B=torch.tensor([1, 2, 3, 4])),
     )
     vocab = DraftVocabulary(target_size=30)
-    prefetch_noise(request, vocab, torch.device("cpu"))  # type: ignore[arg-type]
+    drafter = Drafter(SimpleNamespace(vocab=vocab), None)  # type: ignore[arg-type]
+    drafter.prefetch_noise(request, torch.device("cpu"))  # type: ignore[arg-type]
     monkeypatch.setattr(workers.sampling.gumbel_cache, "gumbel", None)
     for root in range(9, 9 + 3 + 2):  # the next root: all, some or nothing of the tree was accepted
         indices = [root + depth for depth in (1, 2, 3)]
