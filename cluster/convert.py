@@ -20,7 +20,7 @@ from secateur.errors import ConfigError, Problem
 from secateur.install import install_command
 from secateur.requests import DEFAULTED, ChatCompletionRequest
 from secateur.schema import problems_of
-from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, Overlap, PruneConfig, TreeConfig
+from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.models.config_json import read_json
 from workers.models.gguf import convert_weights, describe, is_gguf
 from workers.models.hub import fetch_weights as fetch_from_hub
@@ -124,10 +124,8 @@ def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineCon
         eos_token_ids=spec.eos_token_ids,
     )
     sampling_defaults(args, config.model_path)  # report an invalid generation_config.json before anything starts
-    if config.draft is None:
-        return _with_threads(args, config)
-    draft = _checked_draft(config.draft, path, spec)
-    return with_overlap(args, replace(config, draft=draft), draft.overlap)
+    draft = config.draft and _checked_draft(config.draft, path, spec)
+    return replace(config, draft=draft, threads=_threads(args, config))
 
 
 def load_tokenizer(args: EngineArgs, config: EngineConfig) -> Tokenizer:
@@ -291,7 +289,6 @@ def _draft(spec: SpeculativeConfig, target: str) -> DraftConfig:
         placement=spec.draft_placement or ("colocated" if spec.method == "ngram" else "dedicated"),
         link=spec.draft_link,
         fallback=spec.draft_fallback,
-        overlap=spec.overlap,
         tree=TreeConfig(
             kind=spec.speculative_tree,
             num_speculative_tokens=spec.num_speculative_tokens,
@@ -326,34 +323,11 @@ def _dtype(args: EngineArgs, device: str, spec: ModelSpec) -> Literal["float32",
             raise ConfigError(Problem("dtype", f"the checkpoint's {other} is not supported; write bfloat16"))
 
 
-def with_overlap(args: EngineArgs, config: EngineConfig, overlap: Overlap) -> EngineConfig:
-    """Return the configuration with another `overlap` of its drafter, and the threads that go with it.
-
-    In bfloat16 on few cores `auto` means none, unless the threads are given: a drafter that works beside the verifier
-    keeps a core. Of two virtual cores of an AMD EPYC that made a forward of SmolLM2 a fifth slower (2026-11-26), more
-    than working ahead hides.
-    """
-    draft = config.draft
-    assert draft is not None
-    few_cores = num_cores() < _CORES_PER_DRAFTER * config.draft_ranks
-    if overlap == "auto" and args.threads is None and few_cores and _computes_on_all_cores(config):
-        overlap = "none"
-    return _with_threads(args, replace(config, draft=replace(draft, overlap=overlap)))
-
-
-def _with_threads(args: EngineArgs, config: EngineConfig) -> EngineConfig:
-    """Set the threads of a verifier rank beside a drafter that works, and alone: see `EngineArgs.threads`."""
-    beside, alone = args.threads or 1, args.threads or 1
-    if args.threads is None and _computes_on_all_cores(config):
-        cores, num_verifiers, draft = num_cores(), config.tensor_parallel_size, config.draft
-        works_beside = draft is not None and draft.method != "ngram" and draft.overlap != "none"
-        beside = max(1, (cores - (config.draft_ranks if works_beside else 0)) // num_verifiers)
-        alone = cores if num_verifiers == 1 else beside
-    return replace(config, threads=beside, threads_alone=alone)
-
-
-def _computes_on_all_cores(config: EngineConfig) -> bool:
-    return config.device == "cpu" and config.dtype == "bfloat16"
+def _threads(args: EngineArgs, config: EngineConfig) -> int:
+    """Return the threads of a verifier rank, see `EngineArgs.threads`. The drafter rests while the target computes."""
+    if args.threads is None and config.device == "cpu" and config.dtype == "bfloat16":
+        return max(1, num_cores() // config.tensor_parallel_size)
+    return args.threads or 1
 
 
 def _max_model_len(args: EngineArgs, spec: ModelSpec) -> int:

@@ -61,9 +61,6 @@ class SpeculativeConfig(Strict):
     draft_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     draft_placement: Literal["dedicated", "colocated"] | None = None
     """None = dedicated if there are enough devices."""
-    overlap: Literal["auto", "none", "alternate"] = "auto"
-    """The drafter's work while the target verifies. 'alternate': the target verifies one half of the batch, and the
-    drafter drafts for the other. 'auto' does so where it is measured to pay, and never on a shared GPU."""
     draft_link: Literal["auto", "nccl", "host"] = "auto"
     """How trees and draft probabilities travel between dedicated GPUs: over NCCL with the features, or through host
     memory. 'auto' times both at start-up. On CPUs and on a shared GPU everything travels through host memory."""
@@ -90,6 +87,8 @@ class SpeculativeConfig(Strict):
             raise ConfigError(
                 "tensor_parallel_size belongs to the target model; for the drafter write draft_tensor_parallel_size"
             )
+        if "overlap" in data:  # a key of earlier versions
+            raise ConfigError(Problem("overlap", "drafter and target work in turn; remove it"))
         if problems := [
             Problem(key, f"is a key of vLLM that Secateur does not have: {SPECULATIVE_ADVICE[key]}")
             for key in data
@@ -119,7 +118,6 @@ class SpeculativeConfig(Strict):
     @model_validator(mode="after")
     def _rules(self) -> Self:
         problems = [*self._model_rule(), *self._tree_rules(), *self._pruning_rules(), *self._lookup_rules()]
-        problems += self._overlap_rules()
         if problems:
             raise ConfigError(*problems)
         self._warn_unused()
@@ -201,13 +199,6 @@ class SpeculativeConfig(Strict):
         elif has_threshold and self.speculative_tree_prune == "off":
             problems.append(Problem("speculative_tree_prune", OFF_WITH_THRESHOLDS))
         return problems
-
-    def _overlap_rules(self) -> list[Problem]:
-        if self.overlap in ("auto", "none"):
-            return []
-        if self.method == "ngram":
-            return [Problem("overlap", "method 'ngram' takes no time that could be hidden; write 'auto' or 'none'")]
-        return []
 
     def _lookup_rules(self) -> list[Problem]:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max

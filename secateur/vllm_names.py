@@ -98,7 +98,7 @@ ADVICE: dict[str, str] = {  # also the reference page reference/vllm.md
     "max-long-partial-prefills": "the scheduler shares a step's tokens among prompts by itself; leave it out",
     "long-prefill-token-threshold": "the scheduler shares a step's tokens among prompts by itself; leave it out",
     "scheduler-cls": _PLUGIN,
-    "async-scheduling": "the drafter works while the target verifies: the key `overlap` of --speculative-config",
+    "async-scheduling": "tokens are sent while the next step computes; there is nothing to switch on",
     "num-scheduler-steps": "there are no multi-step schedules; leave it out",
     "scheduler-delay-factor": "new requests are not held back; leave it out",
     "stream-interval": "a stream has a chunk per step of the engine; leave it out",

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from verifier.acceptance.coupled import verify
-from verifier.adaptive.controller import Controller, StepOutcome
+from verifier.adaptive.controller import Controller, Exchange, StepOutcome
 from verifier.adaptive.cost_model import UNPROFILED, RowCosts
 from verifier.admission import rejection_reason, request_of
 from verifier.draft_batch import DraftBatch
@@ -29,7 +29,6 @@ from verifier.step_inputs import Move, StepInputs
 from verifier.target import Target
 from verifier.tree import with_chains
 from verifier.tree_records import StepTimes, tree_records
-from verifier.turns import HalfBatches
 from workers import trace
 from workers.comm.channel import Channel, ChannelOffer
 from workers.comm.ipc import (
@@ -103,10 +102,7 @@ class Engine:
         self._moves: list[Move] = []  # accepted paths to compact before the next forward
         self._chunks: list[TokenChunk] = []  # for the front
         self._stats = EngineStats()
-        overlaps = config.draft is not None and config.draft.overlap != "none"
-        self._drafting = (HalfBatches if overlaps else Drafting)(
-            self._controller, self._drafter, target, self._hidden_states, self._inputs, self._stats
-        )
+        self._drafting = Drafting(self._controller, self._drafter, target, self._hidden_states, self._inputs)
         self._last_emit = 0.0  # when the last frame was sent to the front
         self._front_gone: FrontGone | None = None
 
@@ -129,31 +125,24 @@ class Engine:
         if self._front_gone is not None:
             raise self._front_gone
         self._take()
-        step = schedule(
-            self._waiting,
-            self._running,
-            self._allocator.num_free,
-            self._limits,
-            self._prefix_cache.find,
-            self._drafting.resting(self._running),
-        )
+        free_pages, find = self._allocator.num_free, self._prefix_cache.find
+        step = schedule(self._waiting, self._running, free_pages, self._limits, find)
         self._stats.lacks_pages = step.lacks_pages
         if step.is_empty:
             return self._catch_up()
         began = time.perf_counter()
         self._make_room(step)
-        num_decoding = sum(request.is_decoding for request in self._running)
-        plan, drafts, exchange = self._drafting.draft(step, self._running, while_waiting=self._catch_up)
+        plan, drafts, exchange = self._drafting.draft(step, self._stats.steps, self._running, self._catch_up)
         drafted_at = time.perf_counter()
-        if self._config.threads_alone != self._config.threads:
-            self._target.use_threads(self._config.threads_alone if plan.leaves_drafter_idle else self._config.threads)
+        if exchange is not None:
+            self._count_exchange(exchange)
         verdicts = self._verify(step, drafts)
         times = StepTimes(exchange.ms if exchange else None, 1e3 * (time.perf_counter() - drafted_at))
         self._commit(step, drafts, verdicts, tree_records(step, drafts, verdicts, times))
         ended = time.perf_counter()
         seconds = ended - began
         trace.record("step", began, ended)
-        self._controller.observe(plan, StepOutcome(step, drafts, verdicts, exchange, 1e3 * seconds, num_decoding))
+        self._controller.observe(plan, StepOutcome(step, drafts, verdicts, exchange, 1e3 * seconds))
         self._stats.steps += 1
         self._stats.step_seconds += seconds
         if not (self._running or self._waiting):
@@ -187,8 +176,7 @@ class Engine:
                     self._abort(id)
         if idle and time.monotonic() - self._last_emit >= HEARTBEAT_S:
             self._target.heartbeat(self._stats.steps)
-        if not self._drafting.owes_reply:
-            self._drafter.keep_alive(self._stats.steps, HEARTBEAT_S)
+        self._drafter.keep_alive(self._stats.steps, HEARTBEAT_S)
 
     def _drafter_lost(self, message: DrafterLost) -> None:
         """Go on without drafts. Nothing is drafted any more for requests that are here now.
@@ -345,7 +333,7 @@ class Engine:
             row += chunk.stop - chunk.start
             request.num_computed = chunk.stop
         for i, (request, begin, verdict) in enumerate(zip(step.decode, begins, verdicts, strict=False)):
-            root, request.last_step = len(request.tokens) - 1, self._stats.steps
+            root = len(request.tokens) - 1
             computed.append((request, [begin, *(begin + row for row in verdict.path)]))
             self._moves += [
                 Move(request, root + row, root + 1 + i) for i, row in enumerate(verdict.path) if row != i + 1
@@ -367,6 +355,12 @@ class Engine:
             if reason:
                 break
         return _NewTokens(kept, min(len(verdict.path), len(kept)), reason, stop_token)
+
+    def _count_exchange(self, exchange: Exchange) -> None:
+        reply = exchange.reply
+        self._stats.draft_seconds += reply.seconds
+        self._stats.transfer_seconds += exchange.ms / 1e3 - reply.seconds
+        self._stats.num_trees += len(reply.pruned_GD)
 
     def _count(self, step: Step, drafts: DraftBatch, new: list[_NewTokens]) -> None:
         """Count verified, accepted and pruned nodes for the engine and for each request.

@@ -36,7 +36,6 @@ class Request:
     num_fed: int = field(init=False)  # drafter slots filled
     num_scored: int = 0  # leading prompt positions whose next token's log-probability is known; see `to_score`
     num_cached: int | None = None  # prompt tokens found in the prefix cache when it first joined; None before that
-    last_step: int = -1  # the last step that verified a tree of it
     arrived_s: float = field(default_factory=lambda: time.perf_counter())
     queued_s: float = 0.0  # seconds from its arrival until it first joined
     stats: RequestStats = field(default_factory=RequestStats)

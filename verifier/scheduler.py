@@ -23,7 +23,7 @@ joins only if the other requests' trees of the next step fit as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from verifier.request import Request
@@ -94,12 +94,10 @@ def schedule(
     num_free_pages: int,
     limits: Limits,
     find: Callable[[Request], PrefixMatch] = lambda request: NO_MATCH,
-    resting: Collection[Request] = (),
 ) -> Step:
     """Return the next step. `waiting` and `running` are sorted by `Request.order`; neither is changed.
 
     find: returns the shareable pages of a waiting request (`PrefixCache.find`). Every request must fit the pool alone.
-    resting: decoding requests whose turn it is not; they verify nothing in this step unless all others are preempted.
     """
     kept, preempted = list(running), []
     num_free_pages -= sum(limits.pages_for(request) - len(request.pages) for request in kept)
@@ -109,8 +107,7 @@ def schedule(
         still_held = {page for request in kept for page in request.pages}
         num_free_pages += limits.pages_for(leaving) - len(still_held.intersection(leaving.pages))
 
-    decoding = [request for request in kept if request.is_decoding]
-    decode = [request for request in decoding if request not in resting] or decoding
+    decode = [request for request in kept if request.is_decoding]
     # Prompts advance by at least a page however many trees there are, so no request starves.
     budget = max(limits.page_size, limits.max_num_batched_tokens - sum(request.tree_rows for request in decode))
     num_scorable = limits.max_scored_rows
@@ -139,7 +136,7 @@ def schedule(
     candidates, lacks_pages = [] if preempted else waiting, bool(preempted)
     room = num_free_pages
     if candidates:
-        room -= sum(limits.pages_for(request, 2) - limits.pages_for(request) for request in decoding)
+        room -= sum(limits.pages_for(request, 2) - limits.pages_for(request) for request in decode)
     for request in candidates:
         if budget <= 0 or len(kept) + len(shared) >= limits.max_num_seqs:
             break

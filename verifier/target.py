@@ -93,10 +93,6 @@ class Target:
         assert drawn is not None
         return drawn
 
-    def use_threads(self, number: int) -> None:
-        """Run the following steps on so many threads of the CPU. Only for an engine with a single verifier rank."""
-        torch.set_num_threads(number)
-
     def follow(self, until: Kind) -> None:
         """Other ranks: execute the steps that rank 0 sends until it sends `until`. Raise PeerLost if rank 0 is gone."""
         assert self._peers is not None

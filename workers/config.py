@@ -12,9 +12,6 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-Overlap = Literal["auto", "none", "alternate"]
-"""How drafter and verifier share their time, see `SpeculativeConfig.overlap`."""
-
 MAX_TREE_NODES = 64
 """Maximum number of nodes in a request's tree, root included: ancestors are stored as one 64-bit mask per node."""
 DRAFT_LINK_VARIABLE = "SECATEUR_DRAFT_LINK"
@@ -112,9 +109,6 @@ class DraftConfig:
     placement: Literal["dedicated", "colocated"] = "dedicated"
     link: Literal["auto", "nccl", "host"] = "auto"
     """Between devices: whether trees and draft probabilities travel over NCCL like features, or through the host."""
-    overlap: Overlap = "auto"
-    """What the drafter does while the target verifies: grow the next trees below the likeliest outcomes, or those of
-    the other half of the batch; `auto`: what is measured to pay."""
     fallback: bool = True
     """Whether the engine goes on without drafts if it loses its drafter, until a new one connects."""
     tree: TreeConfig = TreeConfig()
@@ -159,9 +153,7 @@ class EngineConfig:
     enforce_eager: bool = False
     """On CUDA, launch every kernel separately instead of replaying captured graphs."""
     threads: int = 1
-    """Threads of a verifier rank on CPU, in steps that ask something of the drafter. A drafter rank has one."""
-    threads_alone: int = 1
-    """The same in all other steps."""
+    """Threads of a verifier rank on CPU. A drafter rank has one."""
     hang_timeout_s: float = 10.0
     """A rank that shows no sign of life or no progress for this long is killed; 0 = never (see `workers.pulse`)."""
     startup_timeout_s: float = 3600.0

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench.scaled import TargetSize, scaled_pair, write_target
-from tests.support.engines import BUNDLED, DYNAMIC, GenerationJob, Runner, bundled, in_turn, prompts
+from tests.support.engines import BUNDLED, DYNAMIC, GenerationJob, Runner, bundled, prompts
 from workers.config import DraftConfig, EngineConfig
 from workers.settings import SamplingSettings
 
@@ -58,7 +58,7 @@ def test_the_drafter_of_the_wide_target_proposes_the_same_trees(tmp_path) -> Non
         for prompt in prompts(3)
         for temperature in (0.0, 1.0)
     ]
-    with Runner(in_turn(bundled(DYNAMIC))) as narrow, Runner(in_turn(engine(*pair))) as wide:
+    with Runner(bundled(DYNAMIC)) as narrow, Runner(engine(*pair)) as wide:
         expected, found = narrow.run(jobs), wide.run(jobs)
     assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
     assert [answer.stats for answer in found] == [answer.stats for answer in expected]  # nodes accepted at each depth

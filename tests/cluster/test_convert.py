@@ -104,27 +104,18 @@ def test_on_cuda_the_checkpoint_s_dtype_is_kept() -> None:
     assert engine_config(args(device="cuda")).dtype == "bfloat16"
 
 
-def test_products_in_bfloat16_get_the_cores_that_no_drafter_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_in_bfloat16_get_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.convert.num_cores", lambda: 9)
 
-    def threads(**settings: Any) -> tuple[int, int]:
-        config = engine_config(args(device="cpu", **settings))
-        return config.threads, config.threads_alone
+    def threads(**settings: Any) -> int:
+        return engine_config(args(device="cpu", **settings)).threads
 
-    alone: dict[str, Any] = {"dtype": "bfloat16", "no_speculation": True}
-    assert threads(**alone) == (9, 9)
-    assert threads(**alone, tensor_parallel_size=2) == (4, 4)
-    assert threads(**alone, threads=2) == (2, 2)
-    assert threads(dtype="bfloat16", speculative_config={"method": "ngram"}) == (9, 9)
-    assert threads(dtype="bfloat16") == (8, 9), "one core is the drafter's while it has something to do"
-    assert threads(dtype="bfloat16", speculative_config={"model": "bundled:eagle3", "overlap": "none"}) == (9, 9)
-    assert threads(dtype="bfloat16", tensor_parallel_size=2) == (4, 4), "only a single rank knows what is asked"
-    assert threads(dtype="bfloat16", threads=3) == threads(threads=3) == (3, 3)
-    assert threads(no_speculation=True) == threads() == (1, 1)
-    monkeypatch.setattr("cluster.convert.num_cores", lambda: 7)
-    assert threads(dtype="bfloat16") == (7, 7), "one of few cores is too much for a drafter that works ahead"
+    assert threads(dtype="bfloat16") == threads(dtype="bfloat16", no_speculation=True) == 9
+    assert threads(dtype="bfloat16", tensor_parallel_size=2) == 4
+    assert threads(dtype="bfloat16", threads=3) == threads(threads=3) == 3
+    assert threads(no_speculation=True) == threads() == 1
     monkeypatch.setattr("cluster.convert.num_cores", lambda: 1)
-    assert threads(**alone, tensor_parallel_size=2) == threads(dtype="bfloat16") == (1, 1)
+    assert threads(dtype="bfloat16", tensor_parallel_size=2) == 1
     with pytest.raises(ConfigError, match="threads: applies on CPU only; leave it out"):
         engine_config(args(device="cuda", threads=2))
 

@@ -95,7 +95,6 @@ class Service:
     tree: TreeConfig = TreeConfig(kind="dynamic", num_speculative_tokens=5, max_depth=3, max_children=2)  # noqa: RUF009
     method: Literal["eagle3", "draft_model"] = "eagle3"
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
-    overlap: Literal["none", "alternate"] = "none"
 
 
 CHAIN = TreeConfig(kind="chain", num_speculative_tokens=3)
@@ -106,7 +105,6 @@ SERVICES = {
     "traversal, tree": Service(),
     "recursive, chain": Service(CHAIN, acceptance=RECURSIVE),
     "recursive, tree": Service(STATIC, "draft_model", RECURSIVE),
-    "half-batches in turns": Service(overlap="alternate"),
     "traversal, hybrid": Service(STATIC, acceptance=AcceptanceConfig(sample_method="hybrid")),
     "recursive, hybrid": Service(acceptance=replace(RECURSIVE, sample_method="hybrid")),
     "thresholds": Service(
@@ -159,7 +157,6 @@ def crowd(how: Service) -> Crowd:
         num_pages=1500,
         max_num_seqs=100,
         acceptance=how.acceptance,
-        overlap=how.overlap,
     )
 
 

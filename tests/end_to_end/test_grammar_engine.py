@@ -97,9 +97,9 @@ PROPOSERS = {"eagle3": FeatureProposer, "draft_model": draft_model, "ngram": ngr
 class RecordingTarget(Target):
     """A target that keeps its steps."""
 
-    def run(self, step: TargetStep, number: int) -> list[int]:
+    def run(self, step: TargetStep, number: int, *more: Any, **options: Any) -> list[int]:
         self.steps = [*getattr(self, "steps", []), step]
-        return super().run(step, number)
+        return super().run(step, number, *more, **options)
 
 
 @contextmanager

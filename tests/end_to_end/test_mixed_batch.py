@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.engines import CHAIN, DYNAMIC, GeneratedAnswer, GenerationJob, Runner, bundled, in_turn, prompts
+from tests.support.engines import CHAIN, DYNAMIC, GeneratedAnswer, GenerationJob, Runner, bundled, prompts
 from workers.comm.ipc import Speculation
 from workers.config import DraftConfig
 from workers.settings import Constraints, SamplingSettings
@@ -31,14 +31,14 @@ KINDS = {
 SAMPLED = ("rejection", "rejection, penalised", "top-k under rejection")
 ENGINES = {
     "no speculation": lambda: bundled(max_num_batched_tokens=128),
-    "chain": lambda: in_turn(bundled(CHAIN, max_num_batched_tokens=128)),
-    "dynamic": lambda: in_turn(bundled(DYNAMIC, max_num_batched_tokens=256)),
-    "dynamic, draft model": lambda: in_turn(bundled(DYNAMIC, method="draft_model", max_num_batched_tokens=256)),
+    "chain": lambda: bundled(CHAIN, max_num_batched_tokens=128),
+    "dynamic": lambda: bundled(DYNAMIC, max_num_batched_tokens=256),
+    "dynamic, draft model": lambda: bundled(DYNAMIC, method="draft_model", max_num_batched_tokens=256),
     "n-gram": lambda: replace(
         bundled(max_num_batched_tokens=256),
         draft=DraftConfig(method="ngram", model_path="", prompt_lookup_min=1, prompt_lookup_max=3, tree=DYNAMIC),
     ),
-    "dynamic, TP 2": lambda: in_turn(bundled(DYNAMIC, tp=2, max_num_batched_tokens=256)),
+    "dynamic, TP 2": lambda: bundled(DYNAMIC, tp=2, max_num_batched_tokens=256),
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engines import CHAIN, DYNAMIC, GenerationJob, Runner, bundled, in_turn, prompts
+from tests.support.engines import CHAIN, DYNAMIC, GenerationJob, Runner, bundled, prompts
 from tests.support.fakes import Bench, RandomLanguage
 from workers.comm.ipc import Speculation, TokenChunk
 from workers.config import DraftConfig, EngineConfig, TreeConfig
@@ -294,9 +294,9 @@ def test_many_requests_in_a_tiny_pool_get_what_they_get_alone(method, tree, prio
 SMALL = {"max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 256}
 ENGINES: dict[str, EngineConfig] = {
     "no speculation": bundled(**SMALL),
-    "chain": in_turn(bundled(CHAIN, **SMALL)),
-    "dynamic": in_turn(bundled(DYNAMIC, **SMALL)),
-    "dynamic, draft model": in_turn(bundled(DYNAMIC, method="draft_model", **SMALL)),
+    "chain": bundled(CHAIN, **SMALL),
+    "dynamic": bundled(DYNAMIC, **SMALL),
+    "dynamic, draft model": bundled(DYNAMIC, method="draft_model", **SMALL),
     "dynamic, n-gram": replace(
         bundled(**SMALL),
         draft=DraftConfig(method="ngram", model_path="", prompt_lookup_min=1, prompt_lookup_max=3, tree=DYNAMIC),

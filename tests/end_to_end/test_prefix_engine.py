@@ -15,7 +15,7 @@ import pytest
 from cluster.engine_client import EngineClient
 from cluster.local_engine import LocalEngine
 from tests.end_to_end.test_methods import METHODS
-from tests.support.engines import DYNAMIC, bundled, in_turn, prompts
+from tests.support.engines import DYNAMIC, bundled, prompts
 from workers.comm.ipc import RequestStats, Speculation, Submit
 from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts
 from workers.settings import SamplingSettings
@@ -27,10 +27,10 @@ LONG = {"max_model_len": 1200, "max_num_seqs": 4, "max_num_batched_tokens": 512}
 NGRAM = DraftConfig(method="ngram", model_path="", prompt_lookup_min=1, prompt_lookup_max=3, tree=DYNAMIC)
 ENGINES = {
     "off": bundled(**LONG),
-    "eagle3": in_turn(bundled(DYNAMIC, **LONG)),
-    "draft_model": in_turn(bundled(DYNAMIC, method="draft_model", **LONG)),
+    "eagle3": bundled(DYNAMIC, **LONG),
+    "draft_model": bundled(DYNAMIC, method="draft_model", **LONG),
     "ngram": replace(bundled(**LONG), draft=NGRAM),
-    "eagle3, TP 2": in_turn(bundled(DYNAMIC, tp=2, **LONG)),
+    "eagle3, TP 2": bundled(DYNAMIC, tp=2, **LONG),
 }
 ASKED = {
     "greedy": (SamplingSettings(temperature=0.0), Speculation()),

@@ -204,7 +204,6 @@ def test_defaults_are_those_of_the_manual():
         "draft_probs_min_temperature": 0.3,
         "draft_tensor_parallel_size": 1,
         "draft_placement": None,
-        "overlap": "auto",
         "draft_link": "auto",
         "draft_fallback": True,
         "prompt_lookup_max": None,
@@ -213,11 +212,9 @@ def test_defaults_are_those_of_the_manual():
     }
 
 
-def test_lookup_has_no_half_batches():
-    with pytest.raises(ConfigError, match="method 'ngram' takes no time that could be hidden"):
-        SpeculativeConfig(overlap="alternate", method="ngram")
-    for overlap in ("auto", "none"):
-        assert SpeculativeConfig(overlap=overlap, method="ngram").overlap == overlap
+def test_a_key_of_earlier_versions_says_that_it_is_gone():
+    with pytest.raises(ConfigError, match="overlap: drafter and target work in turn; remove it"):
+        SpeculativeConfig(model="x", overlap="auto")
 
 
 @pytest.mark.parametrize("key", ["enable_draft_probs", "draft_sample_method"])

@@ -16,7 +16,7 @@ from drafter.proposers.base import FeatureProposer
 from drafter.tree.frontier import Frontier
 from tests.support.engine_here import EngineHere, Pair, engine_here
 from tests.support.engines import BUNDLED, DYNAMIC, bundled, prompts
-from verifier import engine
+from verifier import drafting, engine
 from verifier.adaptive import controller
 from verifier.adaptive.cost_model import RowCosts
 from verifier.target import Target
@@ -32,8 +32,7 @@ class ClockCosts:
     """Simulated costs in milliseconds.
 
     A step of the target takes fixed + row x rows. The drafter takes message + fed x input rows + level x levels +
-    node x nodes. In addition, each request with a tree takes `tree`, which is not part of the start-up profile. In
-    steps that ask nothing of the drafter, the target takes `alone` of its time.
+    node x nodes. In addition, each request with a tree takes `tree`, which is not part of the start-up profile.
     """
 
     fixed: float
@@ -43,13 +42,11 @@ class ClockCosts:
     level: float
     node: float
     tree: float = 0.0
-    alone: float = 1.0
 
     @property
     def rows(self) -> RowCosts:
         rows_T = np.array([1.0, 512.0])
-        ms_T = self.fixed + self.row * rows_T
-        return RowCosts(rows_T, ms_T, None if self.alone == 1 else self.alone * ms_T)
+        return RowCosts(rows_T, self.fixed + self.row * rows_T)
 
 
 @dataclass(frozen=True)
@@ -85,26 +82,17 @@ class Clock:
         return self.ms / 1e3
 
 
-_ALONE = 2
-"""Threads of a target that is faster while the drafter is idle."""
-
-
 class _Target(Target):
     def __init__(self, clock: Clock, *own: Any) -> None:
         super().__init__(*own)
         self.clock = clock
-        self._share = 1.0
 
-    def use_threads(self, number: int) -> None:
-        self._share = self.clock.costs.alone if number == _ALONE else 1.0
-
-    def run(self, step: TargetStep, number: int) -> list[int]:
+    def run(self, step: TargetStep, number: int, *more: Any, **options: Any) -> list[int]:
         costs, attention = self.clock.costs, step.attention
         offsets = attention.query_offsets
         has_tree_B = (attention.ancestors_N[offsets[:-1]] != 0) & (offsets[1:] - offsets[:-1] > 1)
-        ms = costs.fixed + costs.row * len(step.token_N) + costs.tree * int(has_tree_B.sum())
-        self.clock.ms += self._share * ms
-        return super().run(step, number)
+        self.clock.ms += costs.fixed + costs.row * len(step.token_N) + costs.tree * int(has_tree_B.sum())
+        return super().run(step, number, *more, **options)
 
 
 class _Proposer(FeatureProposer):
@@ -175,7 +163,6 @@ def bench(costs: ClockCosts, row_costs: RowCosts | None = None) -> Iterator[Benc
     config = replace(
         config,
         num_pages=1 + config.max_num_seqs * (config.max_model_len // config.page_size),
-        threads_alone=1 if costs.alone == 1 else _ALONE,
     )
     clock = Clock(costs)
     time = SimpleNamespace(perf_counter=clock.seconds, monotonic=clock.seconds)
@@ -183,6 +170,7 @@ def bench(costs: ClockCosts, row_costs: RowCosts | None = None) -> Iterator[Benc
     with (
         mock.patch.object(engine, "time", time),
         mock.patch.object(controller, "time", time),
+        mock.patch.object(drafting, "time", time),
         engine_here(config, _pair(), row_costs or costs.rows, target=target, proposer=proposer) as here,
     ):
         yield Bench(here, clock)

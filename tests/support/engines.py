@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -56,12 +55,6 @@ def bundled(
     return EngineConfig(  # type: ignore[arg-type]
         model_path=str(BUNDLED / "target"), tensor_parallel_size=tp, draft=draft, **settings | options
     )
-
-
-def in_turn(config: EngineConfig) -> EngineConfig:
-    """Return the same without half-batches: then the trees, and not only the tokens, do not depend on timing."""
-    assert config.draft is not None
-    return replace(config, draft=replace(config.draft, overlap="none"))
 
 
 CHAIN = TreeConfig(kind="chain", num_speculative_tokens=5)

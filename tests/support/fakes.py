@@ -34,7 +34,7 @@ from workers.comm.channel import PeerLost, Received
 from workers.comm.groups import World
 from workers.comm.ipc import Abort, DrafterLost, FrameDecoder, FrameSocket, StepOutput, Submit, TokenChunk, encode
 from workers.comm.wire import Kind
-from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, Overlap, TreeConfig
+from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, TreeConfig
 from workers.kernels.select import TORCH
 from workers.sampling.sampler import draw
 from workers.settings import SamplingSettings
@@ -261,7 +261,7 @@ class FakeChannel:
     """The link to a drafter in this process; both messages are serialized."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
+        self.drafter = drafter
         self._answers: list[Received] = []
         self.requests: list[DraftRequest] = []
         self.replies: list[DraftReply] = []
@@ -278,7 +278,7 @@ class FakeChannel:
         request = over_the_wire(message)
         assert isinstance(request, DraftRequest)
         self.requests.append(request)
-        reply = over_the_wire(self._drafter.draft(request))
+        reply = over_the_wire(self.drafter.draft(request))
         assert isinstance(reply, DraftReply)
         self.replies.append(reply)
         self._answers.append(Received(Kind.DRAFT_REPLY, step, reply))
@@ -340,13 +340,12 @@ class Bench:
         tree: TreeConfig = TreeConfig(),  # noqa: B008
         num_pages: int = 65,
         acceptance: AcceptanceConfig = AcceptanceConfig(),  # noqa: B008
-        overlap: Overlap = "none",
         may_lose_drafter: bool = False,
         **settings: Any,
     ) -> None:
         draft = None
         if method:
-            draft = DraftConfig(method=method, model_path="fake", tree=tree, acceptance=acceptance, overlap=overlap)
+            draft = DraftConfig(method=method, model_path="fake", tree=tree, acceptance=acceptance)
         config = EngineConfig(model_path="fake", draft=draft, **{"page_size": 4, "max_model_len": 256} | settings)
         waiting = None
         if method == "eagle3":

@@ -110,7 +110,7 @@ def padding() -> Iterator[Bench]:
         config = bundled(DYNAMIC)
         target = engine_bench.engine._target
         target.graphs = decoder_graphs(target._decoder, target._kv, config, is_captured=False)
-        proposer = engine_bench.engine._drafter.channel._proposer  # type: ignore[union-attr]
+        proposer = engine_bench.engine._drafter.channel.drafter.proposer  # type: ignore[union-attr]
         proposer.graphs = head_graphs(proposer._head, proposer._kv, config, is_captured=False)
         plans = []
         for replayed in (target.graphs, proposer.graphs):

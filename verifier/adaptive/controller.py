@@ -6,7 +6,7 @@ in which every request gains one token:
 
     (draft_ms(k) + verify_ms(k)) x sum over requests of 1 / (1 + gain_r)
 
-Plain decoding is k = 0, for which the target may have the cores of an idle drafter. This objective finishes n requests
+Plain decoding is k = 0. This objective finishes n requests
 of equal length soonest. Maximising the tokens per millisecond of one step would favour a few easy requests, and the
 others would finish alone. The gate (`verifier.adaptive.gate`) switches drafting on and off, and probes it while it is
 off. The drafter then sizes the trees of the chosen k by the same costs (`drafter.tree.cost_model`).
@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from verifier.adaptive.alternation import Alternation, Round
 from verifier.adaptive.calibration import Calibration
 from verifier.adaptive.cost_model import CostModel, DraftWork, RowCosts
 from verifier.adaptive.gate import SpeculationGate
@@ -73,11 +72,6 @@ class Plan:
     is_idle: bool
     """Whether drafting is off and no forecast was made."""
 
-    @property
-    def leaves_drafter_idle(self) -> bool:
-        """Return whether nothing is asked of the drafter."""
-        return not self.inputs
-
     def is_drafted(self, request: Request) -> bool:
         """Return whether the request gets a tree from the drafter."""
         return request in self.inputs and self.inputs[request].num_nodes > 0
@@ -98,7 +92,6 @@ class StepOutcome(NamedTuple):
     verdicts: list[Verdict]  # of decoding requests, then of completed prompts
     exchange: Exchange | None
     ms: float  # of the whole step
-    num_decoding: int  # requests that decode, those that rested included
 
 
 class Controller:
@@ -117,9 +110,6 @@ class Controller:
         self._gate = SpeculationGate()
         self._calibration = Calibration()
         self._lookup = PromptLookup(count_allowed)
-        self._alternation = Alternation(
-            config.draft.overlap if config.draft else "none", is_possible=not config.shares_gpu
-        )
         # Averages over recent trees, optimistic until the first.
         self._tree = _Average(np.array([2.0, 4.0]))  # tokens gained, nodes verified
         self._growth = _Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree
@@ -128,10 +118,6 @@ class Controller:
         self._had_nodes = False  # a step had draft nodes, and no plain step was measured since
 
     # ---- before a step
-
-    def takes_turns(self, num_decoding: int) -> bool:
-        """Return whether half-batches take turns while so many requests decode. The same during a whole step."""
-        return self._alternation.is_on(num_decoding)
 
     def plan(self, step: Step, running: list[Request]) -> Plan:
         """Plan the step: trees where they pay, and inputs without trees only where they cannot wait."""
@@ -166,7 +152,7 @@ class Controller:
         if not able:
             return None, 0.0
         began = time.perf_counter()
-        verify_ms = self._costs.verify_ms_of(step, is_alone=not self._gate.is_on)
+        verify_ms = self._costs.verify_ms_of(step)
         found = self._lookup.look(able, self._draft_depth, len(step.decode), verify_ms)
         return found, 0.0 if self._costs.is_given else 1e3 * (time.perf_counter() - began)
 
@@ -214,8 +200,6 @@ class Controller:
             saved_by_lookup_K, copied_K, chains_K = np.cumsum([(0.0, 0, False), *own[::-1]], axis=0)[::-1].T
             saved_K, nodes_K, trees_K = saved_K + saved_by_lookup_K, nodes_K + copied_K, trees_K + chains_K
         verify_ms_K = self._costs.verify_ms(step, nodes_K, trees_K)
-        if not others:
-            verify_ms_K[0] = self._costs.verify_ms(step, nodes_K[0], trees_K[0], is_alone=True)
         return 1 / ((len(step.decode) - saved_K) * (verify_ms_K + draft_ms_K))
 
     @property
@@ -252,10 +236,6 @@ class Controller:
         """Learn from the step's outcome. Takes almost no time without requests under `auto`."""
         step, num_nodes, num_trees = outcome.step, outcome.drafts.num_nodes, outcome.drafts.num_trees
         draft_ms = self._observe_exchange(plan, outcome.exchange) if outcome.exchange else 0.0
-        if plan.is_idle:
-            self._alternation.rest()
-        elif outcome.exchange and num_nodes and not step.prefill:
-            self._alternation.observe(outcome.num_decoding, partial(self._round, outcome, outcome.exchange, draft_ms))
         if not any(request.is_auto for request in step.decode):
             return
         verify_ms = self._costs.believed_ms(step, num_nodes, num_trees, outcome.ms - draft_ms)
@@ -265,25 +245,17 @@ class Controller:
             self._observe_lookup(plan, plan.found, outcome, verify_ms)
         # The first plain step after one with nodes is measured too; otherwise a slow machine would be blamed on nodes.
         if not plan.is_idle or draft_ms or num_nodes or self._had_nodes or self._gate.is_measured:
-            self._costs.observe_step(step, num_nodes, num_trees, verify_ms, is_alone=plan.leaves_drafter_idle)
+            self._costs.observe_step(step, num_nodes, num_trees, verify_ms)
             self._observe_trees(plan, outcome)
         # A step with prompts does not update the costs, so the next plain step must.
         self._had_nodes = num_nodes > 0 or (self._had_nodes and bool(step.prefill))
-
-    def _round(self, outcome: StepOutcome, exchange: Exchange, wait_ms: float) -> Round:
-        """Return what a step shows about whole batches and half-batches."""
-        reply, drafts = exchange.reply, outcome.drafts
-        verify_ms = self._costs.believed_ms(outcome.step, drafts.num_nodes, drafts.num_trees, outcome.ms - wait_ms)
-        halved = self._costs.half_shares(outcome.step, drafts.num_nodes, drafts.num_trees, reply)
-        draft_ms = wait_ms if self._costs.is_given else 1e3 * reply.seconds
-        return Round(verify_ms, wait_ms, halved.verify * verify_ms, halved.draft * draft_ms)
 
     def _observe_probe(self, plan: Plan, outcome: StepOutcome, ms: float) -> None:
         """Tell the gate what the probe lost: its time minus that of its tokens without it, in plain steps."""
         step = outcome.step
         num_tokens = sum(len(verdict.tokens) for verdict in outcome.verdicts[: len(step.decode)])
         plain_steps = num_tokens / len(step.decode) / (plan.found.gain if plan.found else 1.0)
-        plain_ms = float(self._costs.verify_ms(step, 0, 0, is_alone=True))
+        plain_ms = float(self._costs.verify_ms(step, 0, 0))
         self._gate.observe_probe((ms - self._costs.prefill_ms(step)) / plain_ms - plain_steps)
 
     def _observe_exchange(self, plan: Plan, exchange: Exchange) -> float:
@@ -319,7 +291,7 @@ class Controller:
             gain = float(self._tree.mean[0])
             brought = sum(len(verdicts[request].path) - gain for request in copied) / num_tokens
         elif not step.prefill:  # prompts would blur the cost of a draft's rows
-            plain_ms = float(self._costs.verify_ms(step, 0, 0, is_alone=True))
+            plain_ms = float(self._costs.verify_ms(step, 0, 0))
             if self._gate.is_on:
                 plain_ms /= self._gate.advantage
             brought = num_tokens / len(step.decode) * plain_ms / verify_ms - 1 if copied else 0.0

@@ -36,13 +36,6 @@ class RowCosts(NamedTuple):
 
     rows_T: np.ndarray  # ascending from 1
     ms_T: np.ndarray
-    alone_ms_T: np.ndarray | None = None
-    """The same while the drafter has nothing to do, and the target computes on its core too. None = no difference."""
-
-    @property
-    def alone(self) -> RowCosts:
-        """Return the costs while the drafter has nothing to do."""
-        return self if self.alone_ms_T is None else RowCosts(self.rows_T, self.alone_ms_T)
 
     def ms(self, num_rows: np.ndarray | float) -> np.ndarray:
         """Interpolate linearly; extrapolate with the slope of the table's upper half."""
@@ -86,13 +79,6 @@ class DraftWork(NamedTuple):
     rows_fed: _Quantity = 0.0
     levels: _Quantity = 0.0  # beyond the first
     nodes_run: _Quantity = 0.0  # on those levels; all rows of the graph for static growth
-
-
-class HalfShares(NamedTuple):
-    """The shares of its milliseconds that a step would take with half of its requests."""
-
-    verify: float
-    draft: float
 
 
 class _VerifyCost:
@@ -159,11 +145,8 @@ class CostModel:
             row = float(row_costs.ms(1))
             guess = DraftWork(messages=0.2 * row, rows_fed=0.01 * row, levels=0.1 * row, nodes_run=0.01 * row)
             self._draft_cost = _DraftCost(guess)
-        self._alone_table = self._table.alone
         # The batch is mostly the same as in the previous step.
-        self._table_up_to = lru_cache(maxsize=2)(
-            lambda rows, more, is_alone: self._table_of(is_alone).ms(rows + np.arange(more + 1)).tolist()
-        )
+        self._table_up_to = lru_cache(maxsize=2)(lambda rows, more: self._table.ms(rows + np.arange(more + 1)).tolist())
 
     @property
     def has_measured_drafting(self) -> bool:
@@ -174,28 +157,25 @@ class CostModel:
         """Return the predicted time of an exchange in milliseconds; quantities may be arrays."""
         return self._draft_cost.ms(work)
 
-    def verify_ms(
-        self, step: Step, num_nodes: np.ndarray | float, num_trees: np.ndarray | float, *, is_alone: bool = False
-    ) -> np.ndarray:
+    def verify_ms(self, step: Step, num_nodes: np.ndarray | float, num_trees: np.ndarray | float) -> np.ndarray:
         """Return the predicted time of the step without drafting and prompts, in milliseconds; inputs may be arrays.
 
-        Prompts are left out because they must be computed in any case. is_alone: nothing is asked of the drafter.
+        Prompts are left out because they must be computed in any case.
         """
-        table_ms = self._table_of(is_alone).ms(_num_rows(step) + num_nodes)
-        return self._verify_cost.ms(table_ms, num_trees) - self.prefill_ms(step, is_alone=is_alone)
+        table_ms = self._table.ms(_num_rows(step) + num_nodes)
+        return self._verify_cost.ms(table_ms, num_trees) - self.prefill_ms(step)
 
-    def prefill_ms(self, step: Step, *, is_alone: bool = False) -> float:
+    def prefill_ms(self, step: Step) -> float:
         """Return the predicted time that the step's prompts add."""
         if not step.prefill:
             return 0.0
-        table = self._table_of(is_alone)
-        return float(self._verify_cost.ms(table.ms(_num_rows(step)) - table.ms(len(step.decode)), 0))
+        return float(self._verify_cost.ms(self._table.ms(_num_rows(step)) - self._table.ms(len(step.decode)), 0))
 
-    def verify_ms_of(self, step: Step, *, is_alone: bool) -> Callable[[int, int], float]:
+    def verify_ms_of(self, step: Step) -> Callable[[int, int], float]:
         """Return `verify_ms` as a fast function of two integers (nodes, trees)."""
         most = sum(r.limits.num_speculative_tokens for r in step.decode if r.limits)
-        table_ms_N = self._table_up_to(_num_rows(step), most, is_alone)
-        prefill_ms, cost = self.prefill_ms(step, is_alone=is_alone), self._verify_cost
+        table_ms_N = self._table_up_to(_num_rows(step), most)
+        prefill_ms, cost = self.prefill_ms(step), self._verify_cost
         return lambda num_nodes, num_trees: cost.ms(table_ms_N[num_nodes], num_trees) - prefill_ms
 
     def for_drafter(self, inputs: Mapping[Request, DraftInput], step: Step, calibration_D2: np.ndarray) -> DraftCosts:
@@ -212,14 +192,6 @@ class CostModel:
             base_tokens_1=torch.from_numpy(np.array([len(step.decode)], dtype=np.float32)),
             calibration_D2=torch.from_numpy(calibration_D2),
         )
-
-    def half_shares(self, step: Step, num_nodes: int, num_trees: int, reply: DraftReply) -> HalfShares:
-        """Forecast what half of the requests would take of a step without prompts."""
-        shares, num_requests = np.array([0.5, 1.0]), len(step.decode)
-        verify_ms = self._verify_cost.ms(self._table.ms(shares * (num_requests + num_nodes)), shares * num_trees)
-        levels = max(reply.num_levels - 1, 0)
-        draft_ms = self.draft_ms(DraftWork(1, shares * num_requests, levels, shares * reply.num_run))
-        return HalfShares(_share(*verify_ms), _share(*draft_ms))
 
     def observe_exchange(
         self, inputs: Mapping[Request, DraftInput], reply: DraftReply, ms: float, *, is_probe: bool
@@ -240,22 +212,15 @@ class CostModel:
             return ms
         return float(self.verify_ms(step, num_nodes, num_trees)) + self.prefill_ms(step)
 
-    def observe_step(self, step: Step, num_nodes: int, num_trees: int, ms: float, *, is_alone: bool = False) -> None:
+    def observe_step(self, step: Step, num_nodes: int, num_trees: int, ms: float) -> None:
         """Learn from a step's time without drafting. Steps with prompts are ignored: they blur the cost of rows."""
         if not self.is_given and not step.prefill:
-            table_ms = float(self._table_of(is_alone).ms(len(step.decode) + num_nodes))
+            table_ms = float(self._table.ms(len(step.decode) + num_nodes))
             self._verify_cost.observe(ms, table_ms, num_trees)
-
-    def _table_of(self, is_alone: bool) -> RowCosts:
-        return self._alone_table if is_alone else self._table
 
 
 def _bounded_error(ms: float, estimate: float) -> float:
     return min(max(ms - estimate, -_MAX_ERROR * estimate), _MAX_ERROR * estimate)
-
-
-def _share(part: float, whole: float) -> float:
-    return float(part / whole) if whole else 1.0
 
 
 def _num_rows(step: Step) -> int:

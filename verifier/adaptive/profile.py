@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -33,21 +34,12 @@ def profile(target: Target, config: EngineConfig, num_pages: int) -> RowCosts:
     Sizes are timed in rounds, so that a busy moment of the machine does not tilt the table. The minimum over rounds
     counts, and no size costs more than a larger one. The first round's time limits the number of sizes, but some exceed
     a single tree; larger sizes are extrapolated. With CUDA graphs the sizes are the buckets, and the table is a
-    staircase up to the largest bucket. If the target has more threads while the drafter is idle, both are timed.
+    staircase up to the largest bucket.
     """
     began = time.perf_counter()
     has_graphs = target.graphs is not None
-    threads = sorted({config.threads, config.threads_alone})  # more of them alone
-
-    def timed(size: int) -> np.ndarray:
-        ms = []
-        for number in threads:
-            if len(threads) > 1:
-                target.use_threads(number)
-            ms.append(_timed(target, config, num_pages, size))
-        return np.array(ms)
-
-    least_ms: dict[int, np.ndarray] = {}
+    timed = partial(_timed, target, config, num_pages)
+    least_ms: dict[int, float] = {}
     count, most = 1, config.max_num_batched_tokens
     while count <= most and (time.perf_counter() - began < _FIRST_ROUND_S or count <= 2 * config.tree_rows):
         timed(count)  # the first forward of a size warms up caches
@@ -57,9 +49,9 @@ def profile(target: Target, config: EngineConfig, num_pages: int) -> RowCosts:
         if number >= _MIN_ROUNDS and time.perf_counter() - began > _PROFILE_S:
             break
         for size in least_ms:
-            least_ms[size] = np.minimum(least_ms[size], timed(size))
-    ms_T, *alone_ms_T = np.minimum.accumulate(list(least_ms.values())[::-1])[::-1].T
-    costs = RowCosts(np.array(list(least_ms), dtype=np.float64), ms_T, *alone_ms_T)
+            least_ms[size] = min(least_ms[size], timed(size))
+    ms_T = np.minimum.accumulate(list(least_ms.values())[::-1])[::-1]
+    costs = RowCosts(np.array(list(least_ms), dtype=np.float64), ms_T)
     if not has_graphs:
         return costs
     # Larger buckets hold prompts, which no trees are timed as.

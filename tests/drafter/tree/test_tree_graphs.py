@@ -194,7 +194,7 @@ def test_engines_emit_the_same_tokens_and_gain_as_much(temperature: float) -> No
     with bench(clock_costs) as plain:
         expected = plain.run(AUTO, **work)
     with bench(clock_costs) as at_once:
-        proposer = at_once.engine._drafter.channel._proposer  # type: ignore[union-attr]
+        proposer = at_once.engine._drafter.channel.drafter.proposer  # type: ignore[union-attr]
         proposer.tree_graphs = head_tree_graphs(
             Replanning(proposer._head), proposer._kv, bundled(ENGINES_AUTO), is_captured=False
         )

@@ -92,7 +92,7 @@ def test_start_up_times_buckets_where_there_are_any(monkeypatch, has_graphs):
         return 10 + 0.1 * num_rows
 
     monkeypatch.setattr(profiling, "_timed", took)
-    config = SimpleNamespace(max_num_batched_tokens=100, max_num_seqs=4, tree_rows=8, threads=1, threads_alone=1)
+    config = SimpleNamespace(max_num_batched_tokens=100, max_num_seqs=4, tree_rows=8)
     table = profile(SimpleNamespace(graphs=object() if has_graphs else None), config, 9)  # type: ignore[arg-type]
     sizes = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96] if has_graphs else [1, 2, 3, 4, 6, 9, 13, 19, 28, 42, 63, 94]
     assert asked == [*(n for n in sizes for _ in range(2)), *sizes * 8]
@@ -166,12 +166,12 @@ def test_an_engine_that_is_told_of_buckets_fills_them(monkeypatch):
         with bench(prices, row_costs) as b:
             run = b.engine._target.run
 
-            def charged(step, number):
+            def charged(step, number, **more):
                 num_rows = len(step.token_N)
                 if num_rows > len(step.attention.base_B):
                     is_full.append(bucket(num_rows) == num_rows)
                 b.clock.ms += prices.row * (bucket(num_rows) - num_rows)
-                return run(step, number)
+                return run(step, number, **more)
 
             monkeypatch.setattr(b.engine._target, "run", charged)
             b.run(AUTO, 4, 0.0, num_prompts=4, num_tokens=64)  # learns

@@ -90,7 +90,7 @@ def plain(plan: Plan, step: Step, ms: float = 10.0) -> StepOutcome:
     """The outcome of a step without any draft."""
     chains = [request.tokens[-1:] for request in step.decode]
     verdicts = [Verdict((), (5,), 0, 0)] * len(chains)
-    return StepOutcome(step, DraftBatch.of(None, [False] * len(chains), chains), verdicts, None, ms, len(chains))
+    return StepOutcome(step, DraftBatch.of(None, [False] * len(chains), chains), verdicts, None, ms)
 
 
 @pytest.mark.parametrize(("draft", "pays"), [(10.0, False), (1.0, True)])

@@ -16,7 +16,7 @@ from verifier.adaptive.profile import profile
 torch.set_num_threads(1)
 
 
-SMALL: Any = SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=4, tree_rows=17, threads=1, threads_alone=1)
+SMALL: Any = SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=4, tree_rows=17)
 
 
 def test_beyond_its_last_entry_the_table_goes_on_as_steep():
@@ -45,17 +45,3 @@ def test_a_slow_target_on_a_busy_machine_is_timed_well_beyond_a_tree(monkeypatch
     table = profile(SimpleNamespace(graphs=None), SMALL, 9)  # type: ignore[arg-type]
     assert table.rows_T.tolist() == [1, 2, 3, 4, 6, 9, 13, 19, 28]
     assert table.ms_T.tolist() == [1000 + 10 * rows for rows in table.rows_T]
-
-
-def test_the_cores_of_an_idle_drafter_are_timed_too(monkeypatch):
-    threads: list[int] = []
-
-    def took(target: object, config: object, num_pages: int, num_rows: int) -> float:
-        return (1000 + 10 * num_rows) / threads[-1]
-
-    monkeypatch.setattr(profiling, "_timed", took)
-    target: Any = SimpleNamespace(graphs=None, use_threads=threads.append)
-    table = profile(target, SimpleNamespace(**SMALL.__dict__ | {"threads_alone": 2}), 9)  # type: ignore[arg-type]
-    assert table.ms_T.tolist() == [1000 + 10 * rows for rows in table.rows_T]
-    assert table.alone.ms_T.tolist() == [500 + 5 * rows for rows in table.rows_T]
-    assert table.alone.alone_ms_T is None
