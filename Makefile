@@ -92,7 +92,6 @@ bench: $(VENV)/.installed-test ## measure acceptance, speed, forwards, the parts
 		--num-prompts 1 --rounds 8 --output $(RESULTS)
 	$(BIN)/python -m bench.speed $(ON_300M) --batches 1 --num-prompts 1 --rounds 8 --output $(RESULTS)
 	$(BIN)/python -m bench.forward $(ON_300M) --batches 1 8 --rounds 2 --output $(RESULTS)
-	$(BIN)/python -m bench.overlap $(ON_300M) --nodes 8 --output $(RESULTS)
 	$(BIN)/secateur bench step --output $(RESULTS)
 	$(BIN)/secateur bench serve --output $(RESULTS)
 

@@ -41,10 +41,10 @@ from torch import Tensor
 
 from bench.harness import command, parser
 from cluster.bench.report import reporting
+from drafter.drafter import Drafter
 from drafter.proposers.base import FeatureProposer, head_graphs, head_tree_graphs
 from drafter.proposers.eagle3 import Eagle3Head
 from drafter.tree.policy import make_tree_policy
-from drafter.worker import draft
 from secateur.cli.bench import say
 from tests.support import checkpoints
 from tests.support.engine_here import Pair, engine_here
@@ -278,7 +278,7 @@ def _run_engine(config: EngineConfig, pair: Pair, batch: int, recorded: Recorded
         if recorded.is_replayed:
             drawn, states, replies = iter(recorded.drawn), iter(recorded.states), iter(recorded.replies)
             features = torch.zeros(1 + 9 * max(BATCHES) + 64 * max(BATCHES), pair.head.width)
-            target.run = lambda step, number: next(drawn)  # type: ignore[method-assign]
+            target.run = lambda *_, **__: next(drawn)  # type: ignore[method-assign]
             target.states = lambda: next(states)  # type: ignore[method-assign]
             target.features = lambda state_NX: features[: len(state_NX)]  # type: ignore[method-assign]
             drafter.send = lambda message, step: None  # type: ignore[union-attr, method-assign]
@@ -286,9 +286,9 @@ def _run_engine(config: EngineConfig, pair: Pair, batch: int, recorded: Recorded
         else:
             run, keep_states = target.run, target.states
 
-            def kept(step: TargetStep, number: int) -> list[int]:
+            def kept(step: TargetStep, *more: Any, **options: Any) -> list[int]:
                 recorded.steps.append(step)
-                recorded.drawn.append(run(step, number))
+                recorded.drawn.append(run(step, *more, **options))
                 return recorded.drawn[-1]
 
             def kept_states() -> Tensor | None:
@@ -341,7 +341,7 @@ def _drafter_times(requests: list[DraftRequest], pair: Pair, config: EngineConfi
             bucket.replay = partial(tuple, [torch.zeros(size.rows, head.width)])
         trees._grow = {key: partial(_chains, key[0], AUTO.num_speculative_tokens) for key in trees._grow}
         proposer = FeatureProposer(head, pool, config.page_size, config.tree_rows, graphs, trees)
-        call = partial(draft, proposer=proposer, policy=make_tree_policy(AUTO), kernels=fused)
+        call = Drafter(proposer, make_tree_policy(AUTO), kernels=fused).draft
         plan = graphs._plan
         whole_ms = _fastest_ms(call, requests)
 

@@ -32,9 +32,9 @@ from torch.profiler import ProfilerActivity, profile
 from bench.kernels import batch
 from bench.scaled import TargetSize, scaled_pair
 from cluster.bench.report import markdown
+from drafter.drafter import Drafter
 from drafter.proposers.base import FeatureProposer, head_graphs, head_tree_graphs
 from drafter.tree.policy import make_tree_policy
-from drafter.worker import draft
 from tests.drafter.tree.test_tree_graphs import message
 from tests.support.attention_cases import Batch
 from tests.support.checkpoints import BASE, load_eagle3, write_eagle3
@@ -118,7 +118,7 @@ def trees(name: str, path: Path, target: Path, shown: int) -> None:
                 request = drafting(requests, head.width, temperature)
                 report(
                     f"{requests} trees of 16 nodes {way}, T={temperature:g}",
-                    partial(draft, request, proposer, make_tree_policy(AUTO), kernels=kernels),
+                    partial(Drafter(proposer, make_tree_policy(AUTO), kernels=kernels).draft, request),
                     shown,
                 )
 

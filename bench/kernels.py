@@ -17,9 +17,9 @@ import torch
 
 from bench.harness import command, parser
 from cluster.bench.report import Row, reporting
+from drafter.drafter import Drafter
 from drafter.proposers.base import FeatureProposer, head_graphs, head_tree_graphs
 from drafter.tree.policy import make_tree_policy
-from drafter.worker import draft
 from secateur.cli.bench import say
 from tests.drafter.tree.test_tree_graphs import message
 from tests.support.attention_cases import Batch
@@ -123,7 +123,9 @@ def trees() -> Iterator[Row]:
     for requests in (1, 8):
         step = dict.fromkeys(range(requests), (4, 16, 8))
         request = message(step, [100] * requests, head.width, torch.Generator().manual_seed(0), "cuda")
-        answers = [partial(draft, request, proposer, make_tree_policy(tree), kernels=fused) for proposer in proposers]
+        answers = [
+            partial(Drafter(proposer, make_tree_policy(tree), kernels=fused).draft, request) for proposer in proposers
+        ]
         assert {answer().num_levels for answer in answers} == {8}
         yield timed(f"{requests} trees of 8 levels", WAYS, answers)
 

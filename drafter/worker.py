@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
 
 import torch
@@ -26,7 +25,6 @@ from drafter.proposers.eagle3 import Eagle3Head
 from drafter.proposers.ngram import MatchLengths, NgramProposer
 from drafter.tree.policy import make_tree_policy
 from drafter.workspace import draft_workspace
-from workers import trace
 from workers.comm import groups
 from workers.comm.channel import Received, naming_lost_peers
 from workers.comm.groups import World
@@ -110,16 +108,12 @@ def _serve(world: World, drafter: Drafter, *, has_noise: bool) -> None:
         if received.kind == Kind.HEARTBEAT:
             continue
         assert isinstance(received.message, DraftRequest)
-        began = time.perf_counter()
         with naming_lost_peers(world.role, received.step):
             reply = drafter.draft(received.message)
         if world.link is not None:
             world.link.send(reply, received.step)
-        replied_at = time.perf_counter()
-        trace.record("draft", began, replied_at)
         if has_noise:
             drafter.prefetch_noise(received.message, world.device)
-        trace.record("prefetch noise", replied_at, time.perf_counter())
 
 
 def _next_message(world: World) -> Received:

@@ -14,7 +14,6 @@ from verifier.request import Request
 from verifier.scheduler import Step
 from verifier.step_inputs import StepInputs
 from verifier.target import Target
-from workers import trace
 
 
 class Drafts(NamedTuple):
@@ -61,10 +60,6 @@ class Drafting:
             return None
         for request, own in plan.inputs.items():
             request.num_fed += len(own.tokens)
-        sent_at = time.perf_counter()
         while_waiting()
-        if (reply := self._drafter.receive()) is None:
-            return None
-        ended = time.perf_counter()
-        trace.record("wait for drafts", sent_at, ended)
-        return Exchange(reply, 1e3 * (ended - began))
+        reply = self._drafter.receive()
+        return None if reply is None else Exchange(reply, 1e3 * (time.perf_counter() - began))

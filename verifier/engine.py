@@ -29,7 +29,6 @@ from verifier.step_inputs import Move, StepInputs
 from verifier.target import Target
 from verifier.tree import with_chains
 from verifier.tree_records import StepTimes, tree_records
-from workers import trace
 from workers.comm.channel import Channel, ChannelOffer
 from workers.comm.ipc import (
     Abort,
@@ -141,7 +140,6 @@ class Engine:
         self._commit(step, drafts, verdicts, tree_records(step, drafts, verdicts, times))
         ended = time.perf_counter()
         seconds = ended - began
-        trace.record("step", began, ended)
         self._controller.observe(plan, StepOutcome(step, drafts, verdicts, exchange, 1e3 * seconds))
         self._stats.steps += 1
         self._stats.step_seconds += seconds
@@ -290,8 +288,6 @@ class Engine:
             processed=self._target.processed,
         )
         verified_at = time.perf_counter()
-        trace.record("forward", packed_at, drawn_at)
-        trace.record("accept", drawn_at, verified_at)
         self._stats.verify_seconds += verified_at - began
         self._stats.forward_seconds += drawn_at - packed_at
         self._stats.accept_seconds += verified_at - drawn_at

@@ -164,8 +164,6 @@ class EngineConfig:
     standby: bool = True
     """Whether a process that has imported what ranks need starts them by forking: so lost ones come back sooner."""
     draft: DraftConfig | None = None
-    trace_path: str = ""
-    """Folder for the timelines of all ranks, see `workers.trace`; empty = none."""
 
     @property
     def idle_timeout_s(self) -> float:

@@ -7,14 +7,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from workers import trace
 from workers.comm import groups
 from workers.config import DRAFT_LINK_VARIABLE, PULSE_VARIABLE, EngineConfig
 from workers.logs import log_as, name_process
@@ -60,9 +57,7 @@ def main(run: Callable[..., None], description: str) -> None:
         own["on_joined"] = partial(_joined, store)
     if args.rank == 0:
         own["front"] = args.front
-    file = Path(config.trace_path) / f"{config.role_of(args.rank)}.json"
-    with trace.recorded(file) if config.trace_path else nullcontext():
-        run(config, specs, args.rank, address, **own)
+    run(config, specs, args.rank, address, **own)
     del store
 
 

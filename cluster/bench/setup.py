@@ -83,10 +83,7 @@ def hardware(config: EngineConfig) -> str:
 
 
 def _threads(config: EngineConfig) -> str:
-    number, alone = config.threads, config.threads_alone
-    if number != alone:
-        return f"threads per verifier rank: {number}, {alone} in steps that ask nothing of the drafter"
-    return "one thread per process" if number == 1 else f"{number} threads per verifier rank"
+    return "one thread per process" if config.threads == 1 else f"{config.threads} threads per verifier rank"
 
 
 def device_mark(config: EngineConfig) -> str | None:
