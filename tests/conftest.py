@@ -57,17 +57,22 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+def marks(item):
+    """Return the names of a test's marks. Its keywords hold the names of folders, too, above the checkout as well."""
+    return {mark.name for mark in item.iter_markers()}
+
+
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: place(item.path))
     for item in items:
         if starts_an_engine(item.path):
             item.add_marker("engine")
     if config.getoption("--quick"):
-        slow = [item for item in items if {"serve", "slow", "gpu"} & set(item.keywords)]
+        slow = [item for item in items if {"serve", "slow", "gpu"} & marks(item)]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
     if not config.getoption("--full"):
         skip = pytest.mark.skip(reason="one more engine of its kind: --full")
         for item in items:
-            if "full" in item.keywords:
+            if "full" in marks(item):
                 item.add_marker(skip)
