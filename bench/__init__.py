@@ -8,7 +8,7 @@ import ctypes
 import os
 import sys
 
-from cluster.rank_placement import HUGE_PAGES, KEPT_BLOCK_BYTES, KEPT_BYTES
+from cluster.engine.rank_placement import HUGE_PAGES, KEPT_BLOCK_BYTES, KEPT_BYTES
 
 os.environ |= HUGE_PAGES
 if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):

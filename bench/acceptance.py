@@ -31,7 +31,7 @@ from cluster.bench.report import Report, Row
 from cluster.bench.runner import GeneratedAnswer, GenerationJob, Runner
 from cluster.bench.setup import encode_prompts
 from cluster.convert import engine_config, fetch_weights, load_tokenizer, visible_gpus
-from cluster.http.request_params import derive_seed
+from cluster.openai.request_params import derive_seed
 from secateur.bench import PositiveInt, Some, Temperature, check_drafter
 from secateur.cli.bench import say
 from secateur.errors import ConfigError, Problem

@@ -39,7 +39,7 @@ from cluster.bench.report import Report
 from cluster.bench.runner import GenerationJob, Runner
 from cluster.bench.setup import workload
 from cluster.convert import model_folder
-from cluster.http.request_params import derive_seed
+from cluster.openai.request_params import derive_seed
 from cluster.planner.memory import sizes_in_8_bits
 from secateur.bench import check_drafter
 from secateur.cli.bench import say

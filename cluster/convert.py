@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from cluster.http.tokenizer import Tokenizer
-from cluster.http.tokenizer_files import lacking_package
 from cluster.system.cores import num_cores
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tokenizer_files import lacking_package
 from secateur.config import EngineArgs, SpeculativeConfig, resolve_model
 from secateur.errors import ConfigError, Problem
 from secateur.install import install_command

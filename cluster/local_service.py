@@ -14,17 +14,17 @@ from pathlib import Path
 import uvicorn
 
 from cluster.convert import engine_config, fetch_weights, sampling_defaults, visible_gpus, with_tokenizer
-from cluster.engine_client import EngineClient
+from cluster.engine.engine_client import EngineClient
+from cluster.engine.local_engine import LocalEngine
 from cluster.http.api_keys import KeyFile
 from cluster.http.limits import LimitedProtocol
 from cluster.http.middleware import Cors
 from cluster.http.server import create_app
 from cluster.http.service import Service
-from cluster.http.tokenizer import Tokenizer
-from cluster.http.tokenizer_pool import TokenizerPool
-from cluster.local_engine import LocalEngine
 from cluster.system.listening import base_url, listening_socket
 from cluster.system.progress import Progress
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tokenizer_pool import TokenizerPool
 from secateur.api_keys import check_api_keys
 from secateur.batch_dir import check_batch_dir
 from secateur.config import EngineArgs

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from cluster.convert import engine_config, fetch_weights, visible_gpus, with_tokenizer
-from cluster.http.errors import BadRequest, HttpError
-from cluster.http.openai_format import prompt_logprobs, token_logprobs, total_stats
-from cluster.http.output_processor import Generation, GenerationFailed
+from cluster.engine.local_engine import LocalEngine
+from cluster.errors import BadRequest, HttpError
 from cluster.http.service import RequestHead, Service
-from cluster.http.streaming import merge
-from cluster.http.tokenizer_pool import TokenizerPool
-from cluster.local_engine import LocalEngine
 from cluster.local_service import build_service
+from cluster.openai.openai_format import prompt_logprobs, token_logprobs, total_stats
+from cluster.openai.output_processor import Generation, GenerationFailed
+from cluster.openai.streaming import merge
+from cluster.text.tokenizer_pool import TokenizerPool
 from secateur.config import EngineArgs
 from secateur.errors import BadRequestError, ConfigError, Problem, ServerError, ServiceUnavailableError
 from secateur.outputs import CompletionOutput, RequestOutput

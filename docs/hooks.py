@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pydantic import BaseModel
 
-from cluster.http.metrics import descriptions
+from cluster.observe.metrics import descriptions
 from secateur import requests
 from secateur.batches_api import CreateBatchRequest
 from secateur.bodies import UNSUPPORTED

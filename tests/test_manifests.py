@@ -391,7 +391,7 @@ def test_the_worker_count_lies_between_its_bounds(service: dict[str, Any]) -> No
 
 def test_a_pod_has_the_gpus_of_one_replica(service: dict[str, Any]) -> None:
     from cluster.convert import placement_config, resolve_devices
-    from cluster.rank_placement import num_bundles
+    from cluster.engine.rank_placement import num_bundles
 
     args = engine_args(service)
     resources = ray_container(worker_group(service))["resources"]
@@ -731,8 +731,8 @@ PACKING = [
 @pytest.mark.parametrize("row", PACKING, ids=" ".join)
 def test_the_packing_table_adds_up_and_fits(row: list[str], tmp_path: Path) -> None:
     from cluster.convert import placement_config, resolve_devices
+    from cluster.engine.rank_placement import num_bundles
     from cluster.planner.report import run
-    from cluster.rank_placement import num_bundles
     from secateur.config import EngineArgs
     from secateur.plan import HARDWARE, PlanRequest
 

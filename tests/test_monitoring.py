@@ -15,7 +15,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.http.metrics import Metrics, RequestTimes, descriptions
+from cluster.observe.metrics import Metrics, RequestTimes, descriptions
 from cluster.serve.refusals import RepeatedRefusals
 from tests.support.manifests import MANIFESTS, ROOT
 from workers.comm.ipc import EngineStats

@@ -17,7 +17,7 @@ from cluster.batches.batches import NotCancellable, WrongPurpose
 from cluster.batches.database import BatchDatabase
 from cluster.batches.files import FileFolder, FileInUse, Page
 from cluster.batches.runner import BatchRunner, Post
-from cluster.http.errors import BadRequest, HttpError
+from cluster.errors import BadRequest, HttpError
 from secateur.batches_api import BatchList, BatchObject, CreateBatchRequest, FileList, FileObject
 from secateur.responses import ErrorResponse
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cluster.local_engine import LocalEngine
-from cluster.rank_exits import EngineDead
+from cluster.engine.local_engine import LocalEngine
+from cluster.engine.rank_exits import EngineDead
 from workers.comm.ipc import EngineStats, RequestStats, Speculation, Submit, TokenLogprobs
 from workers.config import EngineConfig
 from workers.settings import SamplingSettings

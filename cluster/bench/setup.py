@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from cluster.convert import engine_config, fetch_weights, load_tokenizer, visible_gpus
-from cluster.http.errors import PromptError
-from cluster.http.tokenizer import Tokenizer
+from cluster.errors import PromptError
+from cluster.text.tokenizer import Tokenizer
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
 from secateur.prompts import BenchPrompt

@@ -17,9 +17,9 @@ import math
 from collections.abc import AsyncGenerator
 from typing import TypeVar
 
-from cluster.engine_client import EngineClient
-from cluster.http.errors import BadRequest, HttpError, too_many_requests, unavailable
-from cluster.http.tokenizer_pool import TokenizerPool
+from cluster.engine.engine_client import EngineClient
+from cluster.errors import BadRequest, HttpError, too_many_requests, unavailable
+from cluster.text.tokenizer_pool import TokenizerPool
 
 PENDING_PER_PLACE = 8
 """Pending requests per place in the running batch beyond which the service answers 429."""

@@ -11,11 +11,11 @@ from starlette.requests import ClientDisconnect
 
 from cluster.batches.files import Page
 from cluster.batches.service import BatchService
-from cluster.http.errors import not_found
+from cluster.errors import not_found
 from cluster.http.openapi import errors
 from cluster.http.service import Service
-from cluster.http.streaming import CLIENT_CLOSED_REQUEST
 from cluster.http.uploads import FORM, receive_upload
+from cluster.openai.streaming import CLIENT_CLOSED_REQUEST
 from secateur.batches_api import BatchList, BatchObject, CreateBatchRequest, DeletedFile, FileList, FileObject
 from secateur.responses import IGNORED_HEADER
 

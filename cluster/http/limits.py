@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from cluster.http.errors import HttpError
+from cluster.errors import HttpError
 from secateur.responses import ErrorResponse
 
 MAX_BODY_BYTES = 16 << 20

@@ -21,16 +21,16 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.engine_client import DeadlyRequest
+from cluster.engine.rank_exits import EngineDead
+from cluster.errors import BadRequest, HttpError, not_found
 from cluster.http.api_keys import ApiKeys, matching_key, owner_of
-from cluster.http.errors import BadRequest, HttpError, not_found, too_many_requests, unavailable
 from cluster.http.in_process import IN_PROCESS
 from cluster.http.limits import HttpLimits
-from cluster.http.output_processor import GenerationFailed
 from cluster.http.paths import ADMITTED, REFUSES_ALL, PathMiddleware
-from cluster.http.rate_limits import Callers
-from cluster.http.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
-from cluster.rank_exits import EngineDead
+from cluster.observe.rate_limits import Callers
+from cluster.openai.failures import to_http_error
+from cluster.openai.output_processor import GenerationFailed
+from cluster.text.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
 from secateur.errors import Problem
 from secateur.jsonl import MAX_LEVELS, is_nested
 from secateur.responses import IGNORED_HEADER, REQUEST_ID_HEADER, ErrorResponse
@@ -112,30 +112,6 @@ def _has_half(value: Any) -> bool:
             case list() as items:
                 pending += items
     return False
-
-
-def to_http_error(error: Exception) -> HttpError:
-    """Return the error response for an exception. An unknown one is logged and becomes a 500 without details."""
-    match error:
-        case HttpError():
-            return error
-        case BadRequest():
-            return HttpError(400, ErrorResponse.of(str(error), param=error.param, code=error.code))
-        case TokenizerPoolFull():
-            return too_many_requests(str(error))
-        case TokenizerPoolDown():
-            return unavailable(str(error))
-        case DeadlyRequest():
-            message = f"the engine failed: {_first_line(error)}"
-            return HttpError(500, ErrorResponse.of(message, type="server_error", code="engine_error"))
-        case EngineDead():
-            return unavailable(f"the engine is not available: {_first_line(error)}")
-        case GenerationFailed():
-            message = f"the engine failed: {_first_line(error)}"
-            return HttpError(500, ErrorResponse.of(message, type="server_error", code="engine_error"))
-        case _:
-            logger.error("a request failed", exc_info=error)
-            return HttpError(500, ErrorResponse.of("internal error; see the server's log", type="server_error"))
 
 
 def is_protected(path: str) -> bool:
@@ -402,7 +378,3 @@ def _path_of(scope: Scope) -> str:
     """Return the path below the service's prefix."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from cluster.http.errors import BadRequest
+from cluster.errors import BadRequest
 
 
 class FormPart(NamedTuple):

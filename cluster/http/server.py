@@ -32,11 +32,16 @@ from typing import Any
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from cluster.http import in_process, metrics, middleware, openapi
+from cluster.errors import BadRequest, not_found, unavailable
+from cluster.http import in_process, middleware, openapi
 from cluster.http.batch_routes import After, NumEntries, Order, add_batch_routes
-from cluster.http.errors import BadRequest, not_found, unavailable
 from cluster.http.inspector import inspector_page
-from cluster.http.openai_format import (
+from cluster.http.openapi import RESUMABLE, STREAM, WITH_BODY, errors
+from cluster.http.service import RequestHead, Service, batch_share
+from cluster.observe import metrics
+from cluster.observe.rate_limits import Caller, Callers
+from cluster.openai.failures import to_http_error
+from cluster.openai.openai_format import (
     ChatFormat,
     CompletionFormat,
     ResponseFormat,
@@ -45,20 +50,17 @@ from cluster.http.openai_format import (
     total_stats,
     total_usage,
 )
-from cluster.http.openapi import RESUMABLE, STREAM, WITH_BODY, errors
-from cluster.http.output_processor import Generation, TextDelta
-from cluster.http.rate_limits import Caller, Callers
-from cluster.http.request_params import ineffective_settings, truncate
-from cluster.http.responses_api import (
+from cluster.openai.output_processor import Generation, TextDelta
+from cluster.openai.request_params import ineffective_settings, truncate
+from cluster.openai.responses_api import (
     ResponseBuilder,
     StoredResponse,
     chat_of,
     events_of,
     in_words_of_responses,
 )
-from cluster.http.resumption import EventIds, Origin, why_not_resumable
-from cluster.http.service import RequestHead, Service, batch_share
-from cluster.http.streaming import EventStream, cancel_on_disconnect, merge, prepend, with_id
+from cluster.openai.resumption import EventIds, Origin, why_not_resumable
+from cluster.openai.streaming import EventStream, cancel_on_disconnect, merge, prepend, with_id
 from secateur import __version__
 from secateur.requests import (
     ChatCompletionRequest,
@@ -465,7 +467,7 @@ async def _events(
             stats = total_stats(generations) if body.return_speculative_stats else None
             yield with_id(response_format.closing_chunk(usage, stats).sse(), ids.closed() if ids else None)
     except Exception as error:
-        yield middleware.to_http_error(error).body.sse()
+        yield to_http_error(error).body.sse()
         yield SSE_DONE
     else:
         yield with_id(SSE_DONE, ids.last if ids else None)

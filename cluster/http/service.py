@@ -12,20 +12,21 @@ from typing import Any, Literal, TypeVar
 from fastapi import Request
 
 from cluster.batches.service import BatchService
-from cluster.engine_client import EngineClient, Health
-from cluster.http import metrics, middleware
+from cluster.engine.engine_client import EngineClient, Health
+from cluster.errors import BadRequest, HttpError, not_found
+from cluster.http import middleware
 from cluster.http.admission import Admission
-from cluster.http.answer_reader import AnswerReaders
 from cluster.http.api_keys import ApiKeys
-from cluster.http.errors import BadRequest, HttpError, not_found
-from cluster.http.output_processor import Generation
-from cluster.http.request_params import RequestLimits, SeedSource, build_submits
-from cluster.http.responses_api import ResponseStore
-from cluster.http.resumption import EventId, Replay, digest_of, read_event_id
-from cluster.http.tokenizer import TextLimit, Tokenizer, text_size
-from cluster.http.tokenizer_pool import TokenizerPool
-from cluster.http.tool_calls import ToolCallFormat, decoded_calls, tools_of
-from cluster.http.tracing import Tracing
+from cluster.observe import metrics
+from cluster.observe.tracing import Tracing
+from cluster.openai.output_processor import Generation
+from cluster.openai.request_params import RequestLimits, SeedSource, build_submits
+from cluster.openai.responses_api import ResponseStore
+from cluster.openai.resumption import EventId, Replay, digest_of, read_event_id
+from cluster.text.answer_reader import AnswerReaders
+from cluster.text.tokenizer import TextLimit, Tokenizer, text_size
+from cluster.text.tokenizer_pool import TokenizerPool
+from cluster.text.tool_calls import ToolCallFormat, decoded_calls, tools_of
 from secateur.api_keys import ApiKey
 from secateur.bodies import UnsupportedContent
 from secateur.errors import ConfigError

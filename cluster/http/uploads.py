@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fastapi import Request
 from pydantic import ValidationError
 
-from cluster.http.errors import BadRequest, HttpError
+from cluster.errors import BadRequest, HttpError
 from cluster.http.limits import MAX_FILE_BYTES
 from cluster.http.multipart import FormPart, FormReader
 from secateur.batches_api import ExpiresAfter

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cluster.engine.rank_placement import num_bundles
 from cluster.planner.acceptance import acceptance_curve
 from cluster.planner.memory import ModelShard, pages_on_device
 from cluster.planner.roofline import StepTime, step_time
-from cluster.rank_placement import num_bundles
 from secateur.errors import ConfigError, Problem
 from secateur.plan import PlanRequest
 from workers.config import EngineConfig

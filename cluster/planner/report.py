@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cluster.convert import engine_config, visible_gpus
+from cluster.engine.rank_placement import num_bundles
 from cluster.planner.memory import model_shards
 from cluster.planner.topology import describe
-from cluster.rank_placement import num_bundles
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
 from secateur.plan import Hardware, PlanRequest

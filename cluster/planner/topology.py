@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cluster.convert import visible_gpus
+from cluster.engine.rank_placement import rank_placements
 from cluster.planner.memory import ModelShard
-from cluster.rank_placement import rank_placements
 from cluster.serve.placement import Bundle, group_bundles
 from workers.config import EngineConfig
 

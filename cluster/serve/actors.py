@@ -14,9 +14,9 @@ from pathlib import Path
 import ray
 
 import workers
-from cluster.rank_exits import RankExit
-from cluster.rank_placement import interface_env
-from cluster.rank_process import RankProcess, RankStarter
+from cluster.engine.rank_exits import RankExit
+from cluster.engine.rank_placement import interface_env
+from cluster.engine.rank_process import RankProcess, RankStarter
 from cluster.serve.progress import report_stage
 from workers.config import EngineConfig
 from workers.models.specs import Specs

@@ -12,7 +12,7 @@ import time
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.http.engine_metrics import PREFIX
+from cluster.observe.engine_metrics import PREFIX
 
 BUSY = f"{PREFIX}client_requests_running"
 """Batch jobs are not among them: other replicas, or the next one, go on with those."""

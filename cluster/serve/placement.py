@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cluster.rank_placement import num_bundles
+from cluster.engine.rank_placement import num_bundles
 from secateur.errors import ConfigError, Problem
 from workers.config import EngineConfig
 

@@ -19,7 +19,7 @@ from ray.util.metrics import Counter
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.http.errors import HttpError, too_many_requests
+from cluster.errors import HttpError, too_many_requests
 from cluster.http.paths import ADMITTED, REFUSES_ALL
 from secateur.responses import REQUEST_ID_HEADER
 

@@ -19,14 +19,14 @@ from ray.exceptions import TaskCancelledError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.convert import engine_config, fetch_weights, placement_config, resolve_devices, with_tokenizer
-from cluster.engine_client import EngineClient
-from cluster.engine_restart import EngineRestart
+from cluster.engine.engine_client import EngineClient
+from cluster.engine.engine_restart import EngineRestart
 from cluster.http.server import create_app
-from cluster.http.tokenizer_pool import TokenizerPool
 from cluster.local_service import build_service
 from cluster.serve.progress import report_stage
 from cluster.serve.refusals import ReplicaMark
 from cluster.serve.worker_group import WorkerGroup
+from cluster.text.tokenizer_pool import TokenizerPool
 from secateur.api_keys import check_api_keys
 from secateur.batch_dir import check_batch_dir
 from secateur.config import EngineArgs

@@ -18,11 +18,11 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.drafter_restart import DrafterRestart
-from cluster.engine_client import EngineClient
-from cluster.hang_monitor import HangMonitor
-from cluster.rank_exits import ExitKind, RankExit, root_cause
-from cluster.rank_placement import RankPlacement, rank_placements
+from cluster.engine.drafter_restart import DrafterRestart
+from cluster.engine.engine_client import EngineClient
+from cluster.engine.hang_monitor import HangMonitor
+from cluster.engine.rank_exits import ExitKind, RankExit, root_cause
+from cluster.engine.rank_placement import RankPlacement, rank_placements
 from cluster.serve.actors import Worker, packages_folder
 from cluster.serve.progress import report_stage
 from cluster.system.temp_dirs import OwnedTempDir

@@ -13,8 +13,8 @@ import pytest
 
 import secateur
 from cluster.convert import engine_config, resolve_devices, sampling_defaults, visible_gpus, with_tokenizer
+from cluster.engine.rank_placement import num_bundles
 from cluster.planner.report import run
-from cluster.rank_placement import num_bundles
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from secateur.plan import PlanRequest

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster import engine_client
-from cluster.engine_client import DeadlyRequest, EngineClient
-from cluster.rank_exits import EngineDead
+from cluster.engine import engine_client
+from cluster.engine.engine_client import DeadlyRequest, EngineClient
+from cluster.engine.rank_exits import EngineDead
 from tests.support.fake_engine import FakeEngine, StandingClock
 from workers.comm.ipc import Abort, Submit, TokenChunk
 

@@ -87,7 +87,7 @@ def test_texts_of_15_mib_take_little_memory(url: str, path: str, body: Any) -> N
 
 
 def is_tokenizing(pid: int) -> bool:
-    return b"cluster.http.tokenizer_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b"cluster.text.tokenizer_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def peak_of(pid: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.http.tokenizer import Tokenizer
+from cluster.text.tokenizer import Tokenizer
 from drafter.proposers.base import DraftModelProposer, FeatureProposer, Proposer
 from drafter.proposers.ngram import MatchLengths, NgramProposer
 from tests.support.engine_here import EngineHere, Pair, engine_here

@@ -14,8 +14,8 @@ import tokenizers
 from safetensors.torch import load_file, save_file
 
 import secateur
-from cluster.http.tokenizer import Tokenizer
 from cluster.local_service import local_service
+from cluster.text.tokenizer import Tokenizer
 from secateur import Client
 from secateur.config import EngineArgs
 from secateur.responses import CompletionResponse

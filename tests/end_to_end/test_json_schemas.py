@@ -14,8 +14,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from cluster.http.tokenizer import Tokenizer
 from cluster.local_service import local_service
+from cluster.text.tokenizer import Tokenizer
 from secateur.config import EngineArgs
 from tests.support.engines import BUNDLED
 from tests.support.json_schemas import WRITTEN, check_valid, completed, random_schema, suite

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from cluster.local_engine import EngineProcesses
+from cluster.engine.local_engine import EngineProcesses
 from secateur import LLM, ConfigError, RequestOutput, SamplingParams, SecateurError, ServiceUnavailableError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.engine_client import EngineClient
-from cluster.local_engine import LocalEngine
+from cluster.engine.engine_client import EngineClient
+from cluster.engine.local_engine import LocalEngine
 from tests.end_to_end.test_methods import METHODS
 from tests.support.engines import DYNAMIC, bundled, prompts
 from workers.comm.ipc import RequestStats, Speculation, Submit

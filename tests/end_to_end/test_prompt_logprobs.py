@@ -10,8 +10,8 @@ import httpx2
 import pytest
 import torch
 
-from cluster.engine_client import EngineClient
-from cluster.local_engine import LocalEngine
+from cluster.engine.engine_client import EngineClient
+from cluster.engine.local_engine import LocalEngine
 from cluster.local_service import local_service
 from secateur.config import EngineArgs
 from tests.support.engines import BUNDLED, DYNAMIC, bundled

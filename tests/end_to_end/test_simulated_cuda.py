@@ -26,9 +26,9 @@ if torch.cuda.is_available():
     pytest.skip("runs on the GPU in gpu/", allow_module_level=True)
 
 from cluster.bench.runner import GenerationJob, Runner
-from cluster.engine_client import EngineClient
-from cluster.local_engine import LocalEngine
-from cluster.rank_exits import EngineDead
+from cluster.engine.engine_client import EngineClient
+from cluster.engine.local_engine import LocalEngine
+from cluster.engine.rank_exits import EngineDead
 from drafter import worker as drafter_worker
 from drafter.drafter import Drafter as DraftModel
 from drafter.drafter import warm_up_requests

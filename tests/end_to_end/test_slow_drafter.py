@@ -14,7 +14,7 @@ import pytest
 
 import drafter.worker
 import verifier.worker
-from cluster.engine_client import EngineClient
+from cluster.engine.engine_client import EngineClient
 from tests.support.engines import DYNAMIC, bundled, prompts
 from tests.support.fakes import in_processes
 from verifier.target import Target

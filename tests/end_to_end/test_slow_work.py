@@ -10,7 +10,7 @@ from typing import Any
 
 import drafter.worker
 import verifier.worker
-from cluster.engine_client import EngineClient
+from cluster.engine.engine_client import EngineClient
 from tests.support.engines import AUTO, bundled
 from tests.support.fakes import in_processes
 from verifier.target import Target

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.rank_process import RankProcess, RankStarter
+from cluster.engine.rank_process import RankProcess, RankStarter
 from tests.support import checkpoints
 from tests.support.engines import (
     AUTO,

@@ -12,7 +12,7 @@ from importlib import import_module
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.http.metrics import Metrics, RequestTimes
+from cluster.observe.metrics import Metrics, RequestTimes
 from secateur import cli
 from secateur.errors import SecateurError
 from secateur.top import Watch, lines_of_view, parse_metrics, readings_of, view_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cluster.bench.runner import GeneratedAnswer, GenerationJob, Runner  # noqa: F401  # the tests' door to running engines
 from cluster.bench.setup import encode_prompts
-from cluster.http.tokenizer import Tokenizer
+from cluster.text.tokenizer import Tokenizer
 from secateur.prompts import BUNDLED_PROMPTS, read_prompts
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
 

@@ -16,14 +16,14 @@ from typing import Any, Literal
 import httpx2
 import uvicorn
 
-from cluster.engine_client import EngineClient
+from cluster.engine.engine_client import EngineClient
 from cluster.http.limits import LimitedProtocol
 from cluster.http.server import create_app
 from cluster.http.service import Service
-from cluster.http.tokenizer import Tokenizer
-from cluster.http.tokenizer_pool import TokenizerForkServer, TokenizerPool
-from cluster.http.tokenizer_worker import JobLimits
 from cluster.local_service import listening_socket
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tokenizer_pool import TokenizerForkServer, TokenizerPool
+from cluster.text.tokenizer_worker import JobLimits
 from tests.support.fake_engine import FakeEngine, Script
 from workers.config import DraftConfig, EngineConfig
 

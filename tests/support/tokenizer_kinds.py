@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from cluster.http.tokenizer import Tokenizer
+from cluster.text.tokenizer import Tokenizer
 
 Kind = Callable[[], tokenizers.Tokenizer]
 

@@ -5,21 +5,35 @@
     rotation(positions_N, ...) -> Rotation           head_input(tokens_N, ...) -> (input [N, 2 D], normed feature)
 
 `workers.kernels.compiled` compiles them for CUDA, so they must not read values on the host or keep state.
-`rotation` is defined in `workers.models.rope`.
 Legend: N packed rows, V vocabulary, D hidden width, I intermediate width, H heads (queries then keys), d head width.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.models.rope import Rotation, rotation
-
 __all__ = ["add_rms_norm", "head_input", "rms_norm", "rotate_", "rotation", "silu_mul"]
+
+
+class Rotation(NamedTuple):
+    """The cos and sin of one step's positions; the first half of sin has the minus sign of `rotate_half`."""
+
+    cos_N1d: Tensor
+    sin_N1d: Tensor
+
+
+def rotation(positions_N: Tensor, signed_freq_d: Tensor, scaling: float, dtype: torch.dtype) -> Rotation:
+    """Compute the Rotation of integer positions [N] in float32 and cast it, as transformers does."""
+    angle_N1d = positions_N[:, None, None] * signed_freq_d
+    cos_N1d, sin_N1d = angle_N1d.cos(), angle_N1d.sin()
+    if scaling != 1:
+        cos_N1d, sin_N1d = cos_N1d * scaling, sin_N1d * scaling
+    return Rotation(cos_N1d.to(dtype), sin_N1d.to(dtype))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -21,8 +21,8 @@ from torch import Tensor
 from workers.kernels import reference
 from workers.kernels.block_scaled import BlockScaled
 from workers.kernels.interpreted import is_interpreted
+from workers.kernels.pointwise import Rotation
 from workers.kernels.reference import TopK
-from workers.models.rope import Rotation
 from workers.sampling.gumbel_cache import GumbelCache
 from workers.types import AttentionMetadata, SamplingBatch
 

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.kernels.pointwise import Rotation
 from workers.kernels.select import TORCH, AttentionPlan, Kernels
 from workers.kv_cache import KVPool
 from workers.models.base import BaseDecoder, check_load
@@ -38,7 +39,7 @@ from workers.models.layers import (
     open_weights,
     shard_vocab,
 )
-from workers.models.rope import Rope, Rotation
+from workers.models.rope import Rope
 from workers.models.specs import Eagle3Spec, ModelSpec
 from workers.types import Hidden
 

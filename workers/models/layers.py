@@ -26,10 +26,10 @@ from torch import Tensor
 
 from workers.kernels.block_scaled import stacked
 from workers.kernels.linear import Linear
+from workers.kernels.pointwise import Rotation
 from workers.kernels.select import TORCH, AttentionPlan, Kernels
 from workers.kv_cache import KVPool
 from workers.models.checkpoint import Weights
-from workers.models.rope import Rotation
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from workers.kernels.pointwise import Rotation, rotation
 from workers.models.specs import RopeSpec
 
 SUPPORTED_ROPE = ("default", "linear", "dynamic", "yarn", "llama3")
@@ -25,13 +26,6 @@ class Reach(NamedTuple):
 
     default: int
     most: int
-
-
-class Rotation(NamedTuple):
-    """The cos and sin of one step's positions; the first half of sin has the minus sign of `rotate_half`."""
-
-    cos_N1d: Tensor
-    sin_N1d: Tensor
 
 
 def reach(config: Any) -> Reach:
@@ -83,15 +77,6 @@ def rope_spec(config: Any) -> RopeSpec:
     if parameters.get("partial_rotary_factor", 1.0) != 1.0 or 2 * inv_freq.numel() != head_dim:
         raise ValueError("partial_rotary_factor is not supported: the whole head must be rotated")
     return RopeSpec(inv_freq=tuple(inv_freq.tolist()), scaling=float(scaling))
-
-
-def rotation(positions_N: Tensor, signed_freq_d: Tensor, scaling: float, dtype: torch.dtype) -> Rotation:
-    """Compute the Rotation of integer positions [N] in float32 and cast it, as transformers does."""
-    angle_N1d = positions_N[:, None, None] * signed_freq_d
-    cos_N1d, sin_N1d = angle_N1d.cos(), angle_N1d.sin()
-    if scaling != 1:
-        cos_N1d, sin_N1d = cos_N1d * scaling, sin_N1d * scaling
-    return Rotation(cos_N1d.to(dtype), sin_N1d.to(dtype))
 
 
 class Rope:

@@ -16,7 +16,7 @@ import pytest
 
 from cluster.bench import serve
 from cluster.bench.serve import LoadRow, RequestResult, row_of
-from cluster.http.tokenizer import Tokenizer
+from cluster.text.tokenizer import Tokenizer
 from secateur import cli
 from secateur.bench import ServePlan
 from secateur.errors import SecateurError

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 import secateur
-from cluster.http.tokenizer import Tokenizer
+from cluster.text.tokenizer import Tokenizer
 from tests.support.fake_service import ANSWER, FakeService, fake_service
 from workers.comm.ipc import Submit
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import secateur
-from cluster.http.metrics import Metrics, RequestTimes, descriptions
-from cluster.http.openai_format import total_usage
-from cluster.http.output_processor import Generation
-from cluster.http.tokenizer import Tokenizer
+from cluster.observe.metrics import Metrics, RequestTimes, descriptions
+from cluster.openai.openai_format import total_usage
+from cluster.openai.output_processor import Generation
+from cluster.text.tokenizer import Tokenizer
 from workers.comm.ipc import EngineStats, RequestStats, Submit, TokenChunk
 from workers.settings import Constraints, SamplingSettings
 

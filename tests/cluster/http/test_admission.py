@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from cluster import engine_client
+from cluster.engine import engine_client
 from cluster.http import service
 from cluster.http.admission import MAX_RETRY_AFTER_S
 from cluster.http.service import RequestHead, Service

@@ -20,10 +20,10 @@ from openai.types.chat import ChatCompletionChunk as OpenAIChunk
 from prometheus_client.parser import text_string_to_metric_families
 
 import secateur
-from cluster.http.openai_format import chat_logprobs, completion_logprobs
-from cluster.http.output_processor import ScoredToken
-from cluster.http.request_params import derive_seed
-from cluster.http.tokenizer import Tokenizer
+from cluster.openai.openai_format import chat_logprobs, completion_logprobs
+from cluster.openai.output_processor import ScoredToken
+from cluster.openai.request_params import derive_seed
+from cluster.text.tokenizer import Tokenizer
 from secateur.responses import ChatCompletionChunk, ChatCompletionResponse
 from tests.support.fake_engine import STATS
 from tests.support.fake_service import ANSWER, FakeService, error_of, fake_service, stream, wait_for

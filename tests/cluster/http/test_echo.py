@@ -9,8 +9,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from cluster.http.openai_format import echoed_prompt
-from cluster.http.tokenizer import Tokenizer
+from cluster.openai.openai_format import echoed_prompt
+from cluster.text.tokenizer import Tokenizer
 from secateur.responses import CompletionResponse
 from tests.support.fake_service import ANSWER, FakeService, stream
 from tests.support.tokenizer_kinds import load, rewriting

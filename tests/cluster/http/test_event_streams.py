@@ -14,8 +14,8 @@ import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletionChunk
 
-from cluster.http.streaming import EventStream
-from cluster.http.tokenizer import Tokenizer
+from cluster.openai.streaming import EventStream
+from cluster.text.tokenizer import Tokenizer
 from secateur import AsyncClient, Client
 from tests.support.fake_service import ANSWER, FakeService, stream
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.http import server
 from cluster.http.api_keys import KeyFile
-from cluster.http.rate_limits import Callers
+from cluster.observe.rate_limits import Callers
 from tests.support.fake_engine import StandingClock
 from tests.support.fake_service import FakeService, error_of
 

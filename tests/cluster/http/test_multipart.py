@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.http.errors import BadRequest
+from cluster.errors import BadRequest
 from cluster.http.multipart import FormPart, FormReader
 
 CONTENT_TYPE = 'multipart/form-data; charset=utf-8; boundary="-x"'

@@ -14,7 +14,7 @@ import pytest
 
 import secateur
 from cluster.http.limits import MAX_BODY_BYTES
-from cluster.http.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
+from cluster.text.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
 from secateur.batches_api import CreateBatchRequest
 from secateur.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from secateur.responses import ErrorResponse

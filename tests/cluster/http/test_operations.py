@@ -14,8 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import secateur
-from cluster.http.detokenizer import IncrementalDetokenizer
-from cluster.http.tokenizer import Tokenizer
+from cluster.text.detokenizer import IncrementalDetokenizer
+from cluster.text.tokenizer import Tokenizer
 from tests.support.fake_service import ANSWER, CONFIG, FakeService, error_of, fake_service, wait_for
 
 MODEL = Path(secateur.__file__).parent / "bundled" / "target"

@@ -21,15 +21,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
-from cluster.engine_client import DeadlyRequest, Health
+from cluster.engine.engine_client import DeadlyRequest, Health
+from cluster.errors import BadRequest
 from cluster.http import middleware
-from cluster.http.errors import BadRequest
-from cluster.http.middleware import to_http_error
-from cluster.http.openai_format import total_stats
-from cluster.http.output_processor import Generation, GenerationFailed, TextDelta
 from cluster.http.service import Service, batch_share
-from cluster.http.streaming import cancel_on_disconnect, merge
-from cluster.http.tokenizer import Tokenizer, text_size
+from cluster.openai.failures import to_http_error
+from cluster.openai.openai_format import total_stats
+from cluster.openai.output_processor import Generation, GenerationFailed, TextDelta
+from cluster.openai.streaming import cancel_on_disconnect, merge
+from cluster.text.tokenizer import Tokenizer, text_size
 from secateur.errors import Problem
 from tests.support.fake_service import FakeService, error_of, fake_service, stream, wait_for
 from tests.support.tokenizer_kinds import llama, load

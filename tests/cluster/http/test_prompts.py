@@ -11,10 +11,10 @@ from typing import Any
 import httpx2
 import pytest
 
-import cluster.http.tokenizer_pool
-from cluster.http.tokenizer import Tokenizer
-from cluster.http.tokenizer_pool import TokenizerPool
+import cluster.text.tokenizer_pool
 from cluster.system.processes import is_running
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tokenizer_pool import TokenizerPool
 from tests.support.fake_service import FakeService, error_of, wait_for
 from tests.support.looping import FOREVER, looping_model
 
@@ -227,7 +227,7 @@ def test_tokenizing_needs_admission_like_generation(own: Callable[..., FakeServi
 def test_too_many_waiting_texts_get_a_429(
     own: Callable[..., FakeService], looping: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.http.tokenizer_pool, "MAX_WAITING", 1)
+    monkeypatch.setattr(cluster.text.tokenizer_pool, "MAX_WAITING", 1)
     running = own(tokenizer=looping)
     statuses: list[int] = []
 

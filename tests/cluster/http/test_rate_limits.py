@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.http.metrics import Metrics
-from cluster.http.rate_limits import Caller, Callers
+from cluster.observe.metrics import Metrics
+from cluster.observe.rate_limits import Caller, Callers
 from secateur.api_keys import ApiKey
 from workers.comm.ipc import EngineStats
 

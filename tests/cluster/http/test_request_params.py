@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cluster.http.errors import BadRequest
-from cluster.http.request_params import RequestLimits, SeedSource, build_submits, derive_seed
+from cluster.errors import BadRequest
+from cluster.openai.request_params import RequestLimits, SeedSource, build_submits, derive_seed
 from secateur.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from tests.support.fake_service import CONFIG
 from workers.comm.ipc import Speculation, Submit

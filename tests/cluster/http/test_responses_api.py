@@ -16,15 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.http import responses_api
-from cluster.http.answer_reader import AnswerReaders
-from cluster.http.openai_format import ChatFormat
-from cluster.http.output_processor import Generation
-from cluster.http.responses_api import ResponseBuilder, chat_of
-from cluster.http.tokenizer import Tokenizer
+from cluster.openai import responses_api
+from cluster.openai.openai_format import ChatFormat
+from cluster.openai.output_processor import Generation
+from cluster.openai.responses_api import ResponseBuilder, chat_of
+from cluster.text.answer_reader import AnswerReaders
+from cluster.text.tokenizer import Tokenizer
 from secateur.responses_api import LOGPROBS, ResponsesRequest
 from tests.cluster.http.test_structured_outputs import matches
-from tests.cluster.http.test_tool_calls import CALLED
+from tests.cluster.text.test_tool_calls import CALLED
 from tests.support.fake_engine import score
 from tests.support.fake_service import ANSWER, FakeService, error_of, fake_service
 from workers.comm.ipc import Submit, TokenChunk

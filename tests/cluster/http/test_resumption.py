@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.errors import BadRequest, HttpError
 from cluster.http import server
-from cluster.http.answer_reader import AnswerReader
-from cluster.http.errors import BadRequest, HttpError
-from cluster.http.output_processor import Generation
-from cluster.http.reasoning import ReasoningReader
-from cluster.http.request_params import SeedSource
-from cluster.http.resumption import EventId, Origin, Place, Replay, split
-from cluster.http.tokenizer import Tokenizer
-from cluster.http.tool_calls import ToolCallReader
+from cluster.openai.output_processor import Generation
+from cluster.openai.request_params import SeedSource
+from cluster.openai.resumption import EventId, Origin, Place, Replay, split
+from cluster.text.answer_reader import AnswerReader
+from cluster.text.reasoning import ReasoningReader
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tool_calls import ToolCallReader
 from secateur import Client
 from tests.support.fake_engine import score
 from tests.support.fake_service import FakeService, error_of
@@ -312,7 +312,7 @@ def test_a_stream_that_does_not_repeat_has_no_ids(http: httpx2.Client, asked: di
 
 def server_digest(http: httpx2.Client, body: dict[str, Any]) -> str:
     """Return the digest of a streamed completion whose ids are left out."""
-    from cluster.http.resumption import digest_of
+    from cluster.openai.resumption import digest_of
 
     request = http.build_request("POST", COMPLETIONS, json={**body, "stream": True})
     return digest_of("completion", "fake-model", {}, request.read())

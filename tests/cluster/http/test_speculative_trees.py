@@ -8,9 +8,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from cluster.http.openai_format import speculative_tree
-from cluster.http.output_processor import Generation, StepTree
-from cluster.http.tokenizer import Tokenizer
+from cluster.openai.openai_format import speculative_tree
+from cluster.openai.output_processor import Generation, StepTree
+from cluster.text.tokenizer import Tokenizer
 from secateur.responses import ChatCompletionChunk, CompletionChunk, CompletionResponse, SpeculativeTree
 from tests.support.fake_engine import tree_of
 from tests.support.fake_service import ANSWER, FakeService, error_of, stream

@@ -11,9 +11,9 @@ import httpx2
 import llguidance
 import pytest
 
-from cluster.http.tokenizer import Tokenizer
-from cluster.http.tokenizer_pool import JobTooCostly, TokenizerForkServer, TokenizerPool
-from cluster.http.tokenizer_worker import JobLimits
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tokenizer_pool import JobTooCostly, TokenizerForkServer, TokenizerPool
+from cluster.text.tokenizer_worker import JobLimits
 from secateur.bodies import Structure
 from tests.support.fake_service import FakeService, error_of, stream
 from workers.sampling.grammar import MAX_GRAMMAR_CHARS, TokenTable

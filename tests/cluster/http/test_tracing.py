@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.http.tracing import ENDPOINTS, PROTOCOLS, Tracing
+from cluster.observe.tracing import ENDPOINTS, PROTOCOLS, Tracing
 from tests.support.fake_service import FakeService, wait_for
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

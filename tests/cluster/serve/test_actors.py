@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import cluster.serve.actors
-from cluster.rank_exits import EngineDead, ExitKind
-from cluster.rank_placement import interface_of
+from cluster.engine.rank_exits import EngineDead, ExitKind
+from cluster.engine.rank_placement import interface_of
 from cluster.serve.actors import Worker, packages_folder
 from cluster.system.processes import is_running
 from tests.support.engines import bundled

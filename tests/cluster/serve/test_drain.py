@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 import cluster.serve.drain
-from cluster.http.metrics import Metrics
+from cluster.observe.metrics import Metrics
 from cluster.serve.drain import drain, is_busy
 from workers.comm.ipc import EngineStats
 

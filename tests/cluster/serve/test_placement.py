@@ -14,15 +14,15 @@ import pytest
 
 import secateur
 from cluster.convert import engine_config
-from cluster.engine_client import EngineClient
-from cluster.http.tokenizer import Tokenizer
-from cluster.http.tokenizer_pool import TokenizerPool
+from cluster.engine.engine_client import EngineClient
+from cluster.engine.rank_placement import num_bundles, rank_placements, worker_env
 from cluster.local_service import build_service
 from cluster.planner.memory import tensor_shapes
 from cluster.planner.report import run
 from cluster.planner.topology import bytes_text
-from cluster.rank_placement import num_bundles, rank_placements, worker_env
 from cluster.serve.placement import group_bundles
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tokenizer_pool import TokenizerPool
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from secateur.plan import PlanRequest

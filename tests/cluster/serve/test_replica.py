@@ -15,12 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-import cluster.engine_client
+import cluster.engine.engine_client
 import cluster.serve.replica
-from cluster.engine_client import EngineClient, Health
-from cluster.engine_restart import EngineRestart
-from cluster.http.streaming import EventStream, cancel_on_disconnect
-from cluster.rank_exits import EngineDead
+from cluster.engine.engine_client import EngineClient, Health
+from cluster.engine.engine_restart import EngineRestart
+from cluster.engine.rank_exits import EngineDead
+from cluster.openai.streaming import EventStream, cancel_on_disconnect
 from cluster.serve.replica import TOKENIZER_GRACE_S, ClientDisconnects, Replica
 from tests.support.fake_engine import FakeEngine, StandingClock
 from workers.comm.ipc import Submit, TokenChunk
@@ -94,7 +94,7 @@ async def test_a_hung_engine_is_replaced_and_its_requests_go_on(
     tmp_path: Path, exits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = StandingClock()
-    monkeypatch.setattr(cluster.engine_client, "time", clock)
+    monkeypatch.setattr(cluster.engine.engine_client, "time", clock)
     monkeypatch.setattr(cluster.serve.replica, "time", clock)
     client = EngineClient(progress_timeout_s=2 * TOKENIZER_GRACE_S)
     replica = ReplicaOf(client, tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.http.tokenizer import Tokenizer
+from cluster.text.tokenizer import Tokenizer
 from tests.support.json_schemas import WRITTEN, check_valid, completed, suite
 from workers.sampling import grammar as module
 from workers.sampling.grammar import GrammarError, TokenTable, grammar_text

@@ -1,0 +1,1 @@
+"""The engine as the service sees it: its client, its processes, their placement, restarts and liveness."""

@@ -1,0 +1,334 @@
+"""The service's end of the engine socket: submits requests and distributes their token chunks.
+
+The service listens and the engine connects (workers.comm.ipc). A lost engine may be replaced: its requests wait, and
+the next engine goes on with them, with the tokens that they would have had. Nothing here blocks the event loop or
+depends on Ray or HTTP. Call all methods in the loop that called `listen`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from cluster.engine.rank_exits import EngineDead
+from workers.comm.ipc import (
+    Abort,
+    DrafterLost,
+    EngineStats,
+    FrameDecoder,
+    Message,
+    Ready,
+    RequestStats,
+    Resumption,
+    StepOutput,
+    Submit,
+    TokenChunk,
+    encode,
+    unix_path_fits,
+)
+from workers.gc_freeze import freeze_start_up
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_TIMEOUT_S = 120.0
+"""The engine hangs if no frame arrives for this long, since even an idle engine sends one every second. `HangMonitor`
+notices most hangs long before. It is longer than the engine's step timeout (60 s), whose error is more precise."""
+CAUSE_WAIT_S = 2.0
+"""Time between losing the connection and declaring the engine dead. The watcher of the ranks may report the cause
+meanwhile."""
+
+
+SERVICE_WEIGHT = 1 / 16
+"""Share of the last request in the average time that requests spend in the running batch."""
+MAX_REPLAYS = 2
+"""How often a request is sent again without gaining a token before it fails. It may be what kills the engines."""
+
+
+class DeadlyRequest(EngineDead):
+    """Several engines have died with this request: it is not to be sent again."""
+
+
+class Health(NamedTuple):
+    """Says whether the engine makes progress."""
+
+    ok: bool
+    reason: str  # why not; if it does, what is amiss all the same, or nothing
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pending:
+    """A submitted request, and what it has been sent."""
+
+    submit: Submit
+    # Unbounded, but prompt and max_tokens bound what can be in it.
+    queue: asyncio.Queue[TokenChunk | EngineDead] = field(default_factory=asyncio.Queue)
+    output: list[int] = field(default_factory=list)
+    num_prompt_logprobs: int = 0
+    stats: RequestStats = field(default_factory=RequestStats)
+    num_sent: int = 0  # how many engines have had it since its last token
+    submitted_s: float = field(default_factory=lambda: time.monotonic())
+
+    def take(self, chunk: TokenChunk) -> None:
+        self.output += chunk.tokens
+        self.num_prompt_logprobs += len(chunk.prompt_logprobs or ())
+        self.stats = chunk.stats or self.stats
+        self.num_sent = 0
+        self.queue.put_nowait(chunk)
+
+    def next_submit(self) -> Submit:
+        self.num_sent += 1
+        if not self.output and not self.num_prompt_logprobs:
+            return self.submit
+        resumption = Resumption(output=self.output, num_prompt_logprobs=self.num_prompt_logprobs, stats=self.stats)
+        return replace(self.submit, resumption=resumption)
+
+
+class EngineClient:
+    """The client of one engine: `listen`, start the engine with `address`, `wait_ready`, `submit`, ..., `close`.
+
+    on_loss: called with the reason when the connection breaks and nobody has reported the engine's death within
+    `cause_wait_s`; by default the engine is dead then. To replace a lost engine, call `interrupt`, and `listen` and
+    `wait_ready` again for the next one.
+    """
+
+    def __init__(self, *, progress_timeout_s: float = PROGRESS_TIMEOUT_S, cause_wait_s: float = CAUSE_WAIT_S) -> None:
+        self.address = ""
+        self.ready: Ready | None = None
+        self.stats = EngineStats()
+        self.service_s = 0.0
+        """Average seconds from joining the running batch to the last token; 0 before the first request has ended."""
+        self.on_loss: Callable[[str], None] = self.fail
+        self.on_drafter_lost: Callable[[DrafterLost], None] = lambda _: None
+        self.drafter_lost: DrafterLost | None = None  # while the engine is without its drafter
+        self._progress_timeout_s = progress_timeout_s
+        self._cause_wait_s = cause_wait_s
+        self._ids = itertools.count(1)
+        self._pending: dict[int, _Pending] = {}
+        self._reserved: set[int] = set()  # admitted, not submitted yet
+        self._server: asyncio.Server | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._start: asyncio.Event = asyncio.Event()  # the engine is ready, or it has died while it started
+        self._interruption: str | None = None  # why there is no engine at the moment
+        self._death: str | None = None
+        self._loss: asyncio.TimerHandle | None = None
+        self._last_frame = time.monotonic()
+
+    async def listen(self, address: str) -> str:
+        """Open the socket ("unix:/path" or "tcp:host:0") and return the address that the engine connects to."""
+        if self._server is not None:
+            self._server.close()
+        self._start = asyncio.Event()
+        scheme, _, rest = address.partition(":")
+        match scheme:
+            case "unix":
+                if not unix_path_fits(rest):
+                    raise ValueError(f"socket path {rest!r} is longer than 107 bytes; use a shorter temporary folder")
+                self._server = await asyncio.start_unix_server(self._serve, rest)
+                self.address = address
+            case "tcp":
+                host, _, port = rest.rpartition(":")
+                self._server = await asyncio.start_server(self._serve, host, int(port))
+                self.address = f"tcp:{host}:{self._server.sockets[0].getsockname()[1]}"
+            case _:
+                raise ValueError(f"engine address {address!r}: write unix:/path or tcp:host:port")
+        return self.address
+
+    async def wait_ready(self, timeout_s: float) -> Ready:
+        """Wait for the engine's Ready and return it; exempt what was allocated so far from garbage collection.
+
+        Raises EngineDead if the engine dies first, TimeoutError if it takes too long.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._start.wait()
+        except TimeoutError:
+            raise TimeoutError(f"the engine was not ready after {timeout_s:g} s; raise startup_timeout") from None
+        if (reason := self._death or self._interruption) is not None:
+            raise EngineDead(reason)
+        assert self.ready is not None
+        freeze_start_up()
+        return self.ready
+
+    def new_id(self) -> int:
+        """Return an id for the next Submit, unique on this socket."""
+        return next(self._ids)
+
+    def reserve(self, ids: Iterable[int]) -> None:
+        """Count requests as pending that are about to be submitted, so that no others are admitted in their place."""
+        self._reserved.update(ids)
+
+    def release(self, ids: Iterable[int]) -> None:
+        """Undo `reserve` for requests that will not be submitted; it does nothing for those that were."""
+        self._reserved.difference_update(ids)
+
+    @property
+    def num_pending(self) -> int:
+        """The number of requests reserved or submitted, and not finished."""
+        return len(self._pending) + len(self._reserved)
+
+    def num_before(self, priority: int) -> int:
+        """Return how many of them are served before a new request of this priority; reserved ones all count."""
+        return len(self._reserved) + sum(own.submit.priority <= priority for own in self._pending.values())
+
+    @property
+    def dead(self) -> str | None:
+        """Why the engine is dead; None if it is alive."""
+        return self._death
+
+    async def submit(self, request: Submit) -> AsyncGenerator[TokenChunk]:
+        """Yield the request's chunks, one per engine step, until one has a finish_reason.
+
+        Closing the iterator early, or cancelling its task, aborts the request in the engine. Raises EngineDead if the
+        engine is dead or dies and is not replaced; a finish_reason "error" concerns this request alone.
+        """
+        self._reserved.discard(request.id)
+        if self._death is not None or (self._writer is None and self._interruption is None):
+            raise EngineDead(self._death or "the engine is not connected yet")
+        pending = self._pending[request.id] = _Pending(submit=request)
+        try:
+            if self._interruption is None:
+                self._send(pending.next_submit())
+            while True:
+                chunk = await pending.queue.get()
+                if isinstance(chunk, EngineDead):
+                    raise chunk
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            if self._pending.pop(request.id, None) is not None:
+                self._send(Abort(id=request.id))
+
+    def health(self) -> Health:
+        """Check that frames keep arriving from the engine."""
+        if self._death is not None:
+            return Health(False, self._death)
+        if self._interruption is not None:
+            return Health(True, f"requests wait for a new engine: {self._interruption.splitlines()[0]}")
+        if self.ready is None:
+            return Health(False, "the engine is starting")
+        silent_s = time.monotonic() - self._last_frame
+        if silent_s > self._progress_timeout_s:
+            return Health(False, f"the engine is silent for {silent_s:.0f} s with {self.num_pending} requests pending")
+        if (lost := self.drafter_lost) is not None:
+            return Health(True, f"{lost.reason.splitlines()[0]}; requests are answered without drafts")
+        return Health(True, "")
+
+    def interrupt(self, reason: str) -> None:
+        """Let requests wait for the next engine, because this one is lost.
+
+        Those that were sent again `MAX_REPLAYS` times without gaining a token fail.
+        """
+        if self._death is not None:
+            return
+        logger.error("engine lost with %d requests in flight: %s", len(self._pending), reason)
+        self._interruption, self.drafter_lost = reason, None
+        self._disconnect()
+        for id, pending in list(self._pending.items()):
+            if pending.num_sent > MAX_REPLAYS:
+                del self._pending[id]
+                pending.queue.put_nowait(
+                    DeadlyRequest(f"{pending.num_sent} engines have died with this request: {reason}")
+                )
+        self._start.set()
+
+    def fail(self, reason: str) -> None:
+        """Declare the engine dead: pending requests and later calls of `submit` raise EngineDead."""
+        if self._death is None:
+            logger.error("engine lost with %d requests in flight: %s", len(self._pending), reason)
+            self._end(reason)
+
+    async def close(self) -> None:
+        """Close the socket, which makes the engine stop."""
+        if self._death is None:
+            self._end("the service is shutting down")
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(OSError):
+                await self._writer.wait_closed()
+        if self._server is not None:
+            self._server.close()
+
+    def _end(self, reason: str) -> None:
+        self._death = reason
+        if self._loss is not None:
+            self._loss.cancel()
+        for pending in self._pending.values():
+            pending.queue.put_nowait(EngineDead(reason))
+        self._pending.clear()
+        self._start.set()
+
+    def _disconnect(self) -> None:
+        if self._loss is not None:
+            self._loss.cancel()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _send(self, message: Message) -> None:
+        # No drain(): frames are small and the engine reads them after every step.
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(encode(message))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._writer is not None:
+            logger.warning("rejected the connection of a second engine")
+            writer.close()
+            return
+        self._writer = writer
+        decoder = FrameDecoder()
+        reason = "the engine closed its connection"
+        try:
+            while data := await reader.read(1 << 20):
+                for message in decoder.feed(data):
+                    self._take(message)
+        except OSError as error:  # not the reason: a socket error does not say why the engine died
+            logger.warning("the engine's connection broke: %s", error)
+        except ValueError as error:
+            reason = f"the engine's connection broke: {error}"
+        except asyncio.CancelledError:
+            self.fail("the service is shutting down")
+            raise
+        finally:
+            writer.close()
+            if self._death is None and self._writer is writer:
+                self._loss = asyncio.get_running_loop().call_later(self._cause_wait_s, self.on_loss, reason)
+
+    def _take(self, message: Message) -> None:
+        self._last_frame = time.monotonic()
+        match message:
+            case StepOutput():
+                self.stats = message.stats
+                if message.stats.has_drafter:
+                    self.drafter_lost = None
+                for chunk in message.chunks:
+                    # Chunks of a request that was just aborted may still arrive.
+                    if (pending := self._pending.get(chunk.id)) is not None:
+                        pending.take(chunk)
+                        if chunk.finish_reason is not None:  # finished, although its reader may not have read it yet
+                            del self._pending[chunk.id]
+                            self._note_service(pending, chunk)
+            case DrafterLost():
+                self.stats.has_drafter = False  # the step's own statistics follow
+                self.drafter_lost = message
+                self.on_drafter_lost(message)
+            case Ready():
+                self.ready, self._interruption = message, None
+                for pending in self._pending.values():
+                    self._send(pending.next_submit())
+                self._start.set()
+            case _:
+                raise ValueError(f"the engine sent a {type(message).__name__}, which only the service may send")
+
+    def _note_service(self, pending: _Pending, last: TokenChunk) -> None:
+        if last.finish_reason == "error":
+            return
+        seconds = time.monotonic() - pending.submitted_s - last.queued_s
+        weight = SERVICE_WEIGHT if self.service_s else 1.0
+        self.service_s += weight * (seconds - self.service_s)

@@ -1,0 +1,1 @@
+"""OpenAI's objects: request parameters to the engine's messages, tokens to answers and events."""

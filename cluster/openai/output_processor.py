@@ -1,0 +1,322 @@
+"""Turns an engine request's token chunks into text: detokenization, stop strings, log probabilities, timing."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from cluster.engine.engine_client import EngineClient
+from cluster.errors import BadRequest
+from cluster.observe.metrics import Metrics, RequestTimes
+from cluster.observe.rate_limits import Caller
+from cluster.observe.tracing import Trace
+from cluster.openai.resumption import Replay
+from cluster.text.detokenizer import IncrementalDetokenizer, StopStrings
+from cluster.text.reasoning import ReasoningCounter
+from cluster.text.tokenizer import Tokenizer
+from workers.comm.ipc import RequestStats, Submit, TokenChunk, TokenLogprobs, TreeRecord
+
+logger = logging.getLogger(__name__)
+
+
+class GenerationFailed(RuntimeError):
+    """The engine failed on one request; the message says why."""
+
+
+class ScoredToken(NamedTuple):
+    """A generated token with its log probabilities. Its text starts at character `offset` of the choice's text."""
+
+    token: int
+    score: TokenLogprobs
+    offset: int
+
+
+class StepTree(NamedTuple):
+    """A step's tree, and what each of its tokens adds to the text."""
+
+    record: TreeRecord
+    token_ids: Sequence[int]
+    texts: Sequence[str]
+    num_accepted: int
+    is_copied: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class TextDelta:
+    """Holds what one engine step added to a choice.
+
+    Example, the last of three: TextDelta(text="return", token_ids=[83, 0], num_tokens=7, finish_reason="stop")
+    """
+
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    num_tokens: int = 0
+    """Tokens generated so far, this delta included."""
+    num_reasoning_tokens: int | None = None
+    """Those of them that are reasoning; None = nothing tells reasoning apart."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    scored: Sequence[ScoredToken] = ()
+    """The tokens whose text starts in this delta, if the request asked for log probabilities."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    num_accepted: int = 0
+    """Leading `token_ids` that were accepted draft tokens."""
+    is_copied: bool = False
+    """The draft was copied from earlier text (prompt lookup) rather than drafted by the model."""
+    stats: RequestStats | None = None
+    """Statistics so far. Tokens removed by a stop string count as verified, not as accepted."""
+    tree: StepTree | None = None
+    """The step's tree, if the request asked for trees."""
+    is_replayed: bool = False
+    """The client has it from an earlier stream of the same answer."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """One choice of a request: its engine request, how tokens become text, and the output so far."""
+
+    submit: Submit
+    tokenizer: Tokenizer
+    request_id: str
+    arrival: float
+    """time.perf_counter() at the arrival of the HTTP request."""
+    number: int = 0
+    """Position among the `n` choices of its prompt."""
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    scores_all: bool = False
+    """Every delta has the log probabilities of all its tokens, also of tokens without text, or whose text is held back
+    or removed."""
+    is_empty: bool = False
+    """Nothing is returned of the answer: the request is about its prompt."""
+    replay: Replay | None = None
+    """Knows the tokens that the client has; None = it has none."""
+    reasoning: ReasoningCounter | None = None
+    """Counts the reasoning; None = nothing tells it apart."""
+
+    prompt_scores: list[TokenLogprobs] = field(default_factory=list)
+    """Log probabilities of the prompt's tokens from the second on, if the request asked for them."""
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)
+    trees: list[StepTree] = field(default_factory=list)
+    last: TextDelta = field(default_factory=TextDelta)
+
+    _detokenizer: IncrementalDetokenizer = field(init=False)
+    _stops: StopStrings = field(init=False)
+    _num_decoded: int = field(init=False, default=0)  # characters that the detokenizer has returned
+    _pending: deque[ScoredToken] = field(init=False, default_factory=deque)  # tokens whose text is still held back
+    _submitted_s: float | None = field(init=False, default=None)
+    _scheduled_s: float | None = field(init=False, default=None)
+    _first_token_s: float | None = field(init=False, default=None)
+    _last_token_s: float | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self._detokenizer = IncrementalDetokenizer(
+            self.tokenizer, self.submit.prompt, skip_special_tokens=self.skip_special_tokens
+        )
+        self._stops = StopStrings(self.stop, include=self.include_stop)
+
+    async def stream(
+        self, engine: EngineClient, metrics: Metrics, caller: Caller | None = None, trace: Trace | None = None
+    ) -> AsyncGenerator[TextDelta]:
+        """Run the request in the engine and yield one delta per engine step; the last has a finish_reason.
+
+        Its tokens are charged to `caller`, those of a prompt once for all its choices. `trace` gets its spans.
+
+        A step that ends behind what the client has gives two. Closing the generator early aborts the request. Raises
+        GenerationFailed, EngineDead, BadRequest, and HttpError (409) if the answer is not the one that it continues.
+        """
+        reason = "abort"  # cancelled or closed early
+        self._submitted_s = self._elapsed_s()
+        if caller is not None and self.number == 0:
+            caller.charge(prompt_tokens=len(self.submit.prompt))
+        try:
+            async with aclosing(engine.submit(self.submit)) as chunks:
+                async for chunk in chunks:
+                    if chunk.finish_reason == "error" and chunk.error_code is not None:
+                        raise BadRequest(chunk.error or "the request failed", param=None, code=chunk.error_code)
+                    if chunk.finish_reason == "error":
+                        raise GenerationFailed(chunk.error or "the engine failed on this request")
+                    if chunk.prompt_logprobs is not None:
+                        self.prompt_scores += chunk.prompt_logprobs
+                        continue
+                    if self._scheduled_s is None:
+                        self._scheduled_s = self._submitted_s + chunk.queued_s
+                        metrics.observe_queued(chunk.queued_s)
+                    gap_s = self._note_tokens() if chunk.tokens else None
+                    for delta in self._deltas(chunk):
+                        metrics.observe_tokens(
+                            len(delta.token_ids), delta.num_accepted, is_copied=delta.is_copied, gap_s=gap_s
+                        )
+                        gap_s = None
+                        if caller is not None:
+                            caller.charge(generation_tokens=len(delta.token_ids))
+                        reason = delta.finish_reason or reason
+                        yield delta
+                        if delta.finish_reason is not None:
+                            return
+        except Exception:
+            reason = "error"
+            raise
+        finally:
+            self._record_end(reason, metrics, trace)
+
+    def _deltas(self, chunk: TokenChunk) -> Iterator[TextDelta]:
+        if self.replay is None or self.replay.is_over:
+            yield self.process(chunk)
+            return
+        known, rest = self.replay.split(chunk)
+        delta = self.process(known)
+        delta.is_replayed = True
+        self.replay.process(delta.token_ids, is_finished=delta.finish_reason is not None)
+        yield delta
+        if rest is not None:
+            yield self.process(rest)
+
+    def process(self, chunk: TokenChunk) -> TextDelta:
+        """Convert one chunk of tokens to text and add it to the output.
+
+        With stop strings, tokens are decoded one at a time, so a stop string ends the choice at the same token however
+        the engine grouped them. As in vLLM, a stop string completed within the first min_tokens tokens is ignored.
+        """
+        if self.is_empty:
+            return self._add(replace(chunk, num_accepted=0), [], [], "length")
+        visible = chunk.tokens
+        if chunk.stop_token is not None and not self.include_stop:
+            visible = visible[:-1]  # as in vLLM, the stop token is counted and not shown
+        one_by_one = self.stop or chunk.logprobs is not None or chunk.tree is not None
+        groups = [[token] for token in visible] if one_by_one else [visible]
+        texts: list[str] = []
+        for position, group in enumerate(groups, start=1):
+            if chunk.logprobs is not None:
+                score = chunk.logprobs[position - 1]
+                self._pending.append(ScoredToken(visible[position - 1], score, self._num_decoded))
+            safe, stop = self._check_stop(self._detokenizer.feed(group), position)
+            texts.append(safe)
+            if stop is not None:
+                return self._add(chunk, texts, chunk.tokens[:position], "stop", stop)
+        if chunk.finish_reason is None:
+            return self._add(chunk, texts, chunk.tokens)
+        if self.scores_all and chunk.logprobs is not None and len(visible) < len(chunk.tokens):
+            self._pending.append(ScoredToken(chunk.tokens[-1], chunk.logprobs[-1], self._num_decoded))
+        safe, stop = self._check_stop(self._detokenizer.flush(), len(chunk.tokens))
+        if stop is not None:
+            return self._add(chunk, [*texts, safe], chunk.tokens, "stop", stop)
+        safe += self._stops.flush()
+        stop_token = chunk.stop_token if chunk.stop_token in self.submit.stop_token_ids else None
+        return self._add(chunk, [*texts, safe], chunk.tokens, chunk.finish_reason, stop_token)
+
+    def _check_stop(self, text: str, position: int) -> tuple[str, str | None]:
+        """Search `text`, which came with the chunk's token number `position` (from 1), for stop strings."""
+        self._num_decoded += len(text)
+        num_tokens = len(self.token_ids) + position
+        return self._stops.feed(text, may_stop=num_tokens > self.submit.sampling.constraints.min_tokens)
+
+    def _add(
+        self,
+        chunk: TokenChunk,
+        texts: list[str],
+        ids: list[int],
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+    ) -> TextDelta:
+        num_accepted, stats = min(chunk.num_accepted, len(ids)), chunk.stats
+        if stats is not None and num_accepted < chunk.num_accepted:
+            stats = stats.truncate(chunk.num_accepted, num_accepted, is_copied=chunk.is_copied)
+        text, tree = "".join(texts), None
+        if chunk.tree is not None:
+            tree = StepTree(chunk.tree, ids, _text_of_each(texts, len(ids)), num_accepted, chunk.is_copied)
+            self.trees.append(tree)
+        self.text += text
+        self.token_ids += ids
+        self.last = TextDelta(
+            text=text,
+            token_ids=ids,
+            num_tokens=len(self.token_ids),
+            num_reasoning_tokens=None if self.reasoning is None else self.reasoning.feed(ids),
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            scored=self._take_scored(
+                takes_all=self.scores_all or (finish_reason is not None and not isinstance(stop_reason, str))
+            ),
+            num_cached_tokens=chunk.num_cached_tokens,
+            num_accepted=num_accepted,
+            is_copied=chunk.is_copied,
+            stats=stats or self.last.stats,
+            tree=tree,
+        )
+        self.scored += self.last.scored
+        return self.last
+
+    def _take_scored(self, *, takes_all: bool) -> list[ScoredToken]:
+        """Take the pending log probabilities of tokens whose first character has been returned.
+
+        Log probabilities follow the text: text that is held back holds them back, and those of text removed by a stop
+        string, or of a hidden stop token, are dropped. At the end of a choice that no stop string cut, and with
+        `scores_all`, all are taken, also those of tokens without text.
+        """
+        taken = []
+        while self._pending and (takes_all or self._pending[0].offset < len(self.text)):
+            taken.append(self._pending.popleft())
+        return taken
+
+    def _note_tokens(self) -> float | None:
+        """Note that tokens have come; return the seconds since the last ones, None for the first."""
+        before, self._last_token_s = self._last_token_s, self._elapsed_s()
+        if before is None:
+            self._first_token_s = self._last_token_s
+            return None
+        return self._last_token_s - before
+
+    def _elapsed_s(self) -> float:
+        return time.perf_counter() - self.arrival
+
+    def _record_end(self, reason: str, metrics: Metrics, trace: Trace | None) -> None:
+        prompt_tokens, generation_tokens, total_s = len(self.submit.prompt), len(self.token_ids), self._elapsed_s()
+        times = RequestTimes(
+            submitted=self._submitted_s,
+            scheduled=self._scheduled_s,
+            first_token=self._first_token_s,
+            last_token=self._last_token_s,
+            end=total_s,
+        )
+        metrics.observe_finished(
+            reason,
+            times,
+            prompt_tokens=prompt_tokens,
+            generation_tokens=generation_tokens,
+            max_tokens=self.submit.max_tokens,
+        )
+        if trace is not None:
+            attributes: dict[str, str | int] = {
+                "gen_ai.request.id": self.request_id,
+                "gen_ai.request.max_tokens": self.submit.max_tokens,
+                "gen_ai.usage.input_tokens": prompt_tokens,
+                "gen_ai.usage.output_tokens": generation_tokens,
+            }
+            trace.record(reason, times, attributes)
+        logger.info(
+            "request %s/%d: %s after %d prompt and %d new tokens, %.3f s, seed %d",
+            self.request_id,
+            self.submit.id,
+            reason,
+            prompt_tokens,
+            generation_tokens,
+            total_s,
+            self.submit.sampling.seed,
+        )
+
+
+def _text_of_each(texts: list[str], num_tokens: int) -> list[str]:
+    """Return each token's text. The last one's includes what was flushed behind it; a hidden stop token has none."""
+    last = max(0, num_tokens - 1)
+    own = [*texts[:last], "".join(texts[last:])]
+    return (own + [""] * num_tokens)[:num_tokens]

@@ -1,0 +1,276 @@
+"""Converts a SamplingRequest to the engine's Submits.
+
+A request beyond the running engine's limits raises a BadRequest that names the limit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cluster.errors import BadRequest
+from secateur.requests import ChatCompletionRequest, SamplingRequest, listed
+from secateur.speculative import Speculative
+from workers.comm.ipc import Speculation, Submit
+from workers.config import EngineConfig
+from workers.settings import Constraints, SamplingSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """The engine's limits for a request."""
+
+    max_model_len: int
+    vocab_size: int
+    num_speculative_tokens: int
+    """Nodes of the largest tree, without the root; 0 = the service has no drafter."""
+    eos_token_ids: tuple[int, ...] = ()
+    acceptance: str = "coupled"
+    """The rule of requests without one."""
+    default_max_tokens: int | None = None
+    """The `max_tokens` of a chat that sets none. None means the rest of the context."""
+    has_priorities: bool = False
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, *, max_model_len: int, vocab_size: int, default_max_tokens: int | None = None
+    ) -> RequestLimits:
+        """Return the limits that an engine's configuration sets."""
+        nodes = config.draft.tree.num_speculative_tokens if config.draft else 0
+        return cls(
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            num_speculative_tokens=nodes,
+            eos_token_ids=config.eos_token_ids,
+            acceptance=config.draft.acceptance.kind if config.draft else "coupled",
+            default_max_tokens=default_max_tokens,
+            has_priorities=config.scheduling_policy == "priority",
+        )
+
+
+def build_submits(
+    request: SamplingRequest,
+    prompt: list[int],
+    *,
+    new_id: Callable[[], int],
+    seed: int,
+    limits: RequestLimits,
+    bad_words: Sequence[list[int]] = (),
+    grammar: str = "",
+) -> list[Submit]:
+    """Return the engine requests of one prompt's `n` choices. Raises BadRequest.
+
+    Choice 0 has the request's seed, or `seed` if it has none (see `SeedSource`); choice j has the seed H(seed, j).
+    `bad_words` are the request's, tokenized; `grammar` is that of its structure.
+    """
+    if request.priority and not limits.has_priorities:
+        raise BadRequest(
+            f"priority={request.priority}: this service serves requests in order of arrival; leave it out, or start "
+            "the service with --scheduling-policy priority",
+            param="priority",
+        )
+    prompt = truncate(
+        prompt,
+        request.truncate_prompt_tokens,
+        limits,
+        room_for=request.max_output_tokens or 1,
+        side=request.truncation_side,
+    )
+    max_tokens = _max_tokens(request, prompt, limits)
+    if request.min_tokens > max_tokens:
+        if max_tokens == limits.default_max_tokens:
+            raise BadRequest(
+                f"min_tokens={request.min_tokens} is more than max_tokens={max_tokens}, this model's default; write "
+                "max_tokens as well",
+                param="min_tokens",
+            )
+        raise BadRequest(
+            f"min_tokens={request.min_tokens} is more than the {max_tokens} that {len(prompt)} prompt tokens leave of "
+            f"this model's {limits.max_model_len}; ask for at most {max_tokens}",
+            param="min_tokens",
+            code="context_length_exceeded",
+        )
+    first = Submit(
+        id=new_id(),
+        prompt=prompt,
+        max_tokens=max(1, max_tokens),  # the only token of an answer of 0 tokens is not returned
+        sampling=SamplingSettings(
+            temperature=0.0 if request.is_greedy else request.temperature,
+            top_k=request.top_k if 0 < request.top_k < limits.vocab_size else 0,
+            top_p=request.top_p,
+            min_p=request.min_p,
+            seed=seed if request.seed is None else request.seed,
+            constraints=replace(_constraints(request, bad_words, limits), grammar=grammar),
+            num_logprobs=request.num_logprobs,
+            logprob_token_ids=_distinct(request.logprob_token_ids),
+        ),
+        stop_token_ids=list(dict.fromkeys(request.stop_token_ids)),
+        ignore_eos=request.ignore_eos,
+        cache_salt=request.cache_salt,
+        speculation=_speculation(request.speculative, limits),
+        has_trees=request.return_speculative_trees and max_tokens > 0,
+        num_prompt_logprobs=request.num_prompt_logprobs,
+        priority=request.priority,
+    )
+    seed = first.sampling.seed
+    return [
+        first,
+        *(
+            replace(
+                first,
+                id=new_id(),
+                sampling=replace(first.sampling, seed=derive_seed(seed, number)),
+                # A whole response takes the prompt's log-probabilities from the first choice.
+                num_prompt_logprobs=first.num_prompt_logprobs if request.stream else None,
+            )
+            for number in range(1, request.n)
+        ),
+    ]
+
+
+def truncate(
+    prompt: list[int],
+    keep: int | None,
+    limits: RequestLimits,
+    *,
+    room_for: int = 0,
+    side: Literal["left", "right"] = "left",
+) -> list[int]:
+    """Return the last `keep` tokens of a prompt; None keeps all, -1 what the context has beside `room_for` tokens.
+
+    side: right keeps the first tokens instead. Raises BadRequest if `keep` is more than the context.
+    """
+    if keep is None:
+        return prompt
+    if keep > limits.max_model_len:
+        raise BadRequest(
+            f"truncate_prompt_tokens={keep} is more than this model's maximum context length of {limits.max_model_len}",
+            param="truncate_prompt_tokens",
+        )
+    number = max(1, limits.max_model_len - room_for) if keep == -1 else keep
+    return prompt[-number:] if side == "left" else prompt[:number]
+
+
+def _constraints(request: SamplingRequest, bad_words: Sequence[list[int]], limits: RequestLimits) -> Constraints:
+    for param, ids in (
+        ("stop_token_ids", request.stop_token_ids),
+        ("logit_bias", request.logit_bias),
+        ("allowed_token_ids", request.allowed_token_ids or ()),
+        ("logprob_token_ids", request.logprob_token_ids or ()),
+        ("bad_words", [id for word in bad_words for id in word]),
+    ):
+        if beyond := [id for id in ids if id >= limits.vocab_size]:
+            ids_are = "token id {} is" if len(beyond) == 1 else "token ids {} are"
+            unknown_ids = ids_are.format(listed(map(str, beyond)))
+            raise BadRequest(f"{param}: {unknown_ids} not in the vocabulary of {limits.vocab_size}", param=param)
+    allowed = _distinct(request.allowed_token_ids)
+    if allowed is not None:
+        never = {word[0] for word in bad_words if len(word) == 1}
+        if request.min_tokens:
+            never.update(request.stop_token_ids, () if request.ignore_eos else limits.eos_token_ids)
+        if never.issuperset(allowed):
+            raise BadRequest(
+                "allowed_token_ids: bad_words and min_tokens forbid all of them; allow a token that may come first",
+                param="allowed_token_ids",
+            )
+    return Constraints(
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        logit_bias=dict(request.logit_bias),
+        bad_words=[list(word) for word in bad_words],
+        allowed_token_ids=allowed,
+        min_tokens=request.min_tokens,
+    )
+
+
+def _distinct(ids: list[int] | None) -> list[int] | None:
+    return None if ids is None else list(dict.fromkeys(ids))
+
+
+def _max_tokens(request: SamplingRequest, prompt: list[int], limits: RequestLimits) -> int:
+    param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
+    if not prompt:
+        raise BadRequest("the prompt has no tokens", param=param)
+    if max(prompt) >= limits.vocab_size:
+        raise BadRequest(f"token id {max(prompt)} is not in the vocabulary of {limits.vocab_size}", param=param)
+    room, context = limits.max_model_len - len(prompt), limits.max_model_len
+    if room < 1:
+        raise BadRequest(
+            f"this model's maximum context length is {context} tokens and the prompt has {len(prompt)}; shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
+    requested = request.max_completion_tokens or request.max_tokens
+    if requested is None:  # a default length is cut to the context
+        return min(request.max_output_tokens or limits.default_max_tokens or room, room)
+    if requested > room:
+        param = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
+        raise BadRequest(
+            f"this model's maximum context length is {context} tokens, but {len(prompt)} prompt tokens and "
+            f"{param}={requested} make {len(prompt) + requested}; ask for at most {room}",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return requested
+
+
+def _speculation(options: Speculative | None, limits: RequestLimits) -> Speculation:
+    if options is None:
+        return Speculation()
+    if limits.num_speculative_tokens == 0 and options.enabled is not False and options.model_fields_set:
+        raise BadRequest("speculative: this service runs without a drafter; leave it out", param="speculative")
+    nodes = options.num_speculative_tokens
+    if nodes is not None and nodes > limits.num_speculative_tokens:
+        raise BadRequest(
+            f"speculative.num_speculative_tokens: {nodes} is more than this service's {limits.num_speculative_tokens}",
+            param="speculative",
+        )
+    off = options.tree_prune == "off"
+    return Speculation(
+        enabled=options.enabled is not False,
+        num_speculative_tokens=nodes,
+        auto=None if options.tree_prune is None else options.tree_prune == "auto",
+        min_prob=0.0 if off else options.tree_prune_min_prob,
+        path_prob=0.0 if off else options.tree_prune_path_prob,
+        acceptance=options.acceptance,
+        draft_probs=options.enable_draft_probs,
+    )
+
+
+def ineffective_settings(options: Speculative | None, limits: RequestLimits) -> list[str]:
+    """Return the settings of a `speculative` object that have no effect under its acceptance rule."""
+    if options is None or options.enable_draft_probs is None or (options.acceptance or limits.acceptance) != "coupled":
+        return []
+    return ["speculative.enable_draft_probs"]
+
+
+class SeedSource:
+    """Seeds for requests without one: H(server seed, arrival number), or random if the server has no seed."""
+
+    def __init__(self, server_seed: int | None) -> None:
+        self._server_seed = server_seed
+        self._arrivals = 0
+
+    def draw(self, count: int, key: str | None = None) -> tuple[int, ...]:
+        """Return the seeds of a request's prompts. Without a server seed, the same key gives the same ones again."""
+        if key is None or self._server_seed is not None:
+            return tuple(self.next() for _ in range(count))
+        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+        return tuple(derive_seed(int.from_bytes(digest, "little"), number) for number in range(count))
+
+    def next(self) -> int:
+        """Return the next prompt's seed."""
+        arrival, self._arrivals = self._arrivals, self._arrivals + 1
+        if self._server_seed is None:
+            return secrets.randbits(63)
+        return derive_seed(self._server_seed, arrival)
+
+
+def derive_seed(seed: int, number: int) -> int:
+    """Return H(seed, number), 63 bits of BLAKE2b: the same on every machine and in every version."""
+    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,1 @@
+"""Between text and tokens: tokenizers, detokenization, reasoning and tool calls. Knows neither HTTP nor Ray."""

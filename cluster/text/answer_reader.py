@@ -1,0 +1,156 @@
+"""Reads an answer's text as its parts: reasoning, content and tool calls.
+
+new_reader = AnswerReaders(tokenizer).of(body, prompt)      for each chat
+parts = new_reader().feed(text, is_last=False)              for each of its answers
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from cluster.text.detokenizer import IncrementalDetokenizer
+from cluster.text.reasoning import ReasoningCounter, ReasoningReader, ends_inside, teaches_reasoning
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tool_calls import (
+    TAUGHT_FORMAT,
+    AnswerParts,
+    CallPart,
+    TextPart,
+    ToolCallFormat,
+    ToolCallReader,
+    format_of_template,
+    reader_of_calls,
+    shows_special_tokens,
+)
+from secateur.requests import ChatCompletionRequest, SamplingRequest
+
+logger = logging.getLogger(__name__)
+
+_END_TOKENS = 16  # of a prompt, enough for the mark with which it may end
+
+
+class AnswerReader:
+    """Reads one answer. reasoning, calls: their readers; None = there are none.
+
+    begun: what the prompt has of the answer. It is read, but only told with `echoes`, except that a call that it leaves
+    open is told from its beginning. Parts say where they are in `begun` and the text behind it.
+    """
+
+    def __init__(
+        self,
+        reasoning: ReasoningReader | None = None,
+        calls: ToolCallReader | None = None,
+        begun: str = "",
+        *,
+        echoes: bool = False,
+    ) -> None:
+        self._reasoning, self._calls = reasoning, calls
+        self._num_read = self._num_answer = 0  # characters, of everything and behind the reasoning
+        self._first = self._num_whole = 0  # the first character, and the first call, that is told
+        self._begun = self._read(begun) if begun else []
+        if not echoes:
+            self._first = len(begun)
+            if begun and calls is not None:
+                self._num_whole = calls.num_calls - calls.is_inside_call
+
+    @property
+    def num_calls(self) -> int:
+        """Return how many calls there are so far."""
+        return 0 if self._calls is None else self._calls.num_calls - self._num_whole
+
+    def feed(self, text: str, *, is_last: bool) -> AnswerParts:
+        """Read more of the answer. Each call has at most one of the parts: of several, some clients read only one."""
+        parts, self._begun = self._begun + self._read(text, is_last=is_last), []
+        told: list[TextPart | CallPart] = []
+        for part in parts:
+            if isinstance(part, CallPart):
+                self._add_call(told, part)
+            elif part.start >= self._first:
+                told.append(part)
+            elif part.end > self._first:
+                told.append(TextPart(part.text[self._first - part.start :], self._first, part.is_reasoning))
+        return AnswerParts(told)
+
+    def _add_call(self, told: list[TextPart | CallPart], part: CallPart) -> None:
+        last, number = told[-1] if told else None, part.number - self._num_whole
+        if isinstance(last, CallPart) and last.number == number:
+            told[-1] = last._replace(arguments=last.arguments + part.arguments)
+        elif number >= 0:
+            told.append(part._replace(number=number))
+
+    def _read(self, text: str, *, is_last: bool = False) -> list[TextPart | CallPart]:
+        self._num_read += len(text)
+        parts: list[TextPart | CallPart] = []
+        answer = text
+        if self._reasoning is not None:
+            thoughts = [self._reasoning.feed(text), *([self._reasoning.finish()] if is_last else [])]
+            parts += [TextPart(each.reasoning, each.start, is_reasoning=True) for each in thoughts if each.reasoning]
+            answer = "".join(each.answer for each in thoughts)
+        self._num_answer += len(answer)
+        if self._calls is None:
+            return [*parts, TextPart(answer, self._num_read - len(answer))] if answer else parts
+        start = self._num_read - self._num_answer  # of what the calls' reader gets
+        for part in [*self._calls.feed(answer), *(self._calls.finish() if is_last else ())]:
+            parts.append(part if isinstance(part, CallPart) else part._replace(start=part.start + start))
+        return parts
+
+
+class AnswerReaders:
+    """Knows how a model writes reasoning and calls, and makes the readers of its answers."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        reasoning_parser: Literal["auto", "none", "think"] = "auto",
+        tool_call_parser: Literal["auto"] | ToolCallFormat = "auto",
+    ) -> None:
+        self._tokenizer, template = tokenizer, tokenizer.template_source
+        self._reasons = reasoning_parser == "think" or (reasoning_parser == "auto" and teaches_reasoning(template))
+        self._call_format: ToolCallFormat | None = TAUGHT_FORMAT
+        if tool_call_parser != "auto":
+            self._call_format = tool_call_parser
+        elif tokenizer.has_tools_template:
+            self._call_format = format_of_template(template)
+            if self._call_format is None:
+                logger.warning(
+                    "the chat template teaches tool calls in a format that is unknown here: calls of the model's own "
+                    'choice stay text; tool_choice="required" works; --tool-call-parser names a format'
+                )
+
+    def of(self, body: ChatCompletionRequest, prompt: Sequence[int]) -> Callable[[], AnswerReader] | None:
+        """Return what makes the reader of each of a chat's answers; None if they are content alone."""
+        new_calls = reader_of_calls(body, self._call_format)
+        if new_calls is None and not self._reasons:
+            return None
+        begins_inside = self._reasons and self._begins_inside(body, prompt)
+        return lambda: AnswerReader(
+            ReasoningReader(begins_inside=begins_inside) if self._reasons else None,
+            None if new_calls is None else new_calls(),
+            body.begun_text,
+            echoes=body.echo,
+        )
+
+    def counter(
+        self, body: SamplingRequest, prompt: Sequence[int], *, skip_special_tokens: bool
+    ) -> ReasoningCounter | None:
+        """Return what counts the reasoning of one answer; None if nothing tells reasoning apart."""
+        if not self._reasons or not isinstance(body, ChatCompletionRequest):
+            return None
+        detokenizer = IncrementalDetokenizer(self._tokenizer, prompt, skip_special_tokens=skip_special_tokens)
+        return ReasoningCounter(detokenizer, begins_inside=self._begins_inside(body, prompt), begun=body.begun_text)
+
+    def read_special_tokens(self, body: SamplingRequest) -> bool:
+        """Return whether special tokens in the answer's text mark its calls."""
+        may_call = isinstance(body, ChatCompletionRequest) and body.calls == "auto"
+        return may_call and shows_special_tokens(self._call_format)
+
+    def _begins_inside(self, body: ChatCompletionRequest, prompt: Sequence[int]) -> bool:
+        """Return whether the answer begins with reasoning. A structured output leaves no room for it."""
+        if body.structure is not None:
+            return False
+        begun = body.begun_text.strip()
+        end = prompt[-_END_TOKENS - len(begun.encode()) :]  # a token has at least a byte
+        text = self._tokenizer.decode(end, skip_special_tokens=False).rstrip()
+        return ends_inside(text.removesuffix(begun))

@@ -1,0 +1,135 @@
+"""Separates a model's reasoning, between <think> and </think>, from its answer while both are written."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cluster.text.detokenizer import IncrementalDetokenizer
+
+_OPENING, _CLOSING = "<think>", "</think>"
+
+
+class Thought(NamedTuple):
+    """Holds the reasoning, from character `start` of all text on, and the answer that some text added."""
+
+    reasoning: str = ""
+    answer: str = ""
+    start: int = 0
+
+
+def teaches_reasoning(template: str) -> bool:
+    """Return whether a chat template is for a model that reasons."""
+    return _CLOSING in template or _OPENING in template
+
+
+def ends_inside(prompt: str) -> bool:
+    """Return whether a prompt ends with the opening mark, so that the answer begins with reasoning."""
+    return prompt.rstrip().endswith(_OPENING)
+
+
+class ReasoningReader:
+    """Reads one answer. begins_inside: the prompt ends with the opening mark.
+
+    An answer without an opening mark at its beginning has no reasoning, and everything before a closing mark that is
+    missing is reasoning.
+    """
+
+    def __init__(self, *, begins_inside: bool) -> None:
+        self._state = "inside" if begins_inside else "start"  # or "behind" the reasoning, or in the "answer"
+        self._num_read = 0  # characters
+        self._rest = ""  # read, but not understood yet
+        self._space = ""  # behind reasoning: dropped if it ends
+        self._has_reasoning = False
+
+    def feed(self, text: str) -> Thought:
+        """Read more of the answer."""
+        self._num_read += len(text)
+        self._rest += text
+        reasoning, start = "", 0
+        if self._state == "start":
+            stripped = self._rest.lstrip()
+            if stripped.startswith(_OPENING):
+                self._state, self._rest = "inside", stripped[len(_OPENING) :]
+            elif not _OPENING.startswith(stripped):
+                self._state = "answer"
+        if self._state == "inside":
+            before, found, behind = self._rest.partition(_CLOSING)
+            kept = len(before) if found else len(before) - _overlap(before)
+            reasoning, start = self._reasoning(before[:kept], len(self._rest) - kept)
+            self._rest = before[kept:]
+            if found:
+                self._state, self._rest = "behind", behind
+        if self._state == "behind" and (stripped := self._rest.lstrip()):
+            self._state, self._rest = "answer", stripped
+        answer = ""
+        if self._state == "answer":
+            answer, self._rest = self._rest, ""
+        return Thought(reasoning, answer, start)
+
+    def finish(self) -> Thought:
+        """Return what is left at the end of the answer."""
+        rest, self._rest = self._rest, ""
+        if self._state == "inside":
+            reasoning, start = self._reasoning(rest, 0)
+            return Thought(reasoning, start=start)
+        return Thought(answer=rest if self._state == "start" else "")
+
+    def _reasoning(self, text: str, num_behind: int) -> tuple[str, int]:
+        """Return reasoning without the space around it, and where it begins. num_behind: characters read behind it."""
+        text = self._space + text if self._has_reasoning else text.lstrip()
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        self._has_reasoning = self._has_reasoning or bool(kept)
+        return kept, self._num_read - num_behind - len(text)
+
+
+class ReasoningCounter:
+    """Counts the tokens of one answer's reasoning, without those of the marks around it.
+
+    begins_inside: the prompt ends with the opening mark. begun: text of the prompt with which the answer begins.
+    Like `ReasoningReader`, it looks for the marks in the text, since a mark may be several tokens.
+    """
+
+    def __init__(self, detokenizer: IncrementalDetokenizer, *, begins_inside: bool, begun: str = "") -> None:
+        self.count = 0
+        self._detokenizer = detokenizer
+        self._state = "inside" if begins_inside else "start"  # or in the "answer"
+        self._text = ""  # at the start, or inside the reasoning
+        self._starts: list[int] = []  # where the text of each token of the reasoning begins
+        if begun:
+            self._read(begun)
+            self._starts, self.count = [], 0
+
+    def feed(self, ids: Sequence[int]) -> int:
+        """Read more of the answer's tokens; return the number so far."""
+        for id in ids:
+            if self._state == "answer":
+                break
+            self._read(self._detokenizer.feed([id]))
+        return self.count
+
+    def _read(self, text: str) -> None:
+        """Read the text of one token."""
+        start, self._text = len(self._text), self._text + text
+        if self._state == "start":
+            stripped = self._text.lstrip()
+            if not stripped.startswith(_OPENING):
+                self._state = "start" if _OPENING.startswith(stripped) else "answer"
+                return
+            self._state, self._text, start = "inside", stripped[len(_OPENING) :], 0
+            if not self._text:
+                return
+        self._starts.append(start)
+        end = self._text.find(_CLOSING, max(0, start - len(_CLOSING)))
+        if end >= 0:
+            self._state = "answer"
+        elif held := _overlap(self._text):
+            end = len(self._text) - held
+        self.count = max(self.count, len(self._starts) if end < 0 else bisect_left(self._starts, end))
+
+
+def _overlap(text: str) -> int:
+    """Return the length of the longest end of `text` with which the closing mark begins."""
+    return next((size for size in range(len(_CLOSING) - 1, 0, -1) if text.endswith(_CLOSING[:size])), 0)

@@ -1,0 +1,419 @@
+"""Renders chat templates, tokenizes and checks grammars in worker processes, so that none can block other requests.
+
+A worker runs one job at a time. The kernel kills a worker whose job exceeds a limit; the pool kills a worker whose
+client disconnects. It replaces a killed worker within milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import msgpack
+
+import workers
+from cluster.engine.engine_client import Health
+from cluster.errors import PromptError
+from cluster.text.tokenizer import TextLimit, Tokenizer
+from cluster.text.tokenizer_worker import COMMAND, GRAMMAR_STACK_BYTES, LENGTH, READY, JobLimits
+from secateur.bodies import Structure
+from secateur.errors import SecateurError
+
+logger = logging.getLogger(__name__)
+
+MAX_WORKERS = 4
+"""One worker per core, up to this number: enough for any engine, and each may take `JobLimits.memory_bytes`."""
+MAX_WAITING = 512
+MAX_WAITING_BYTES = 64 << 20
+"""Limits on the number and the size of jobs that wait for a worker; the pool rejects further ones."""
+LOAD_TIMEOUT_S = 120.0
+"""Time to import transformers and load a tokenizer, from a cold disk at worst."""
+RESTART_S = 1.0
+WATCH_PERIOD_S = 0.2
+STUCK_S = 30.0
+"""The pool is unhealthy if jobs run and none has ended for this long, which exceeds every limit of `JobLimits`."""
+
+
+class TokenizerPoolFull(SecateurError):
+    """Too many jobs are waiting; the client may retry."""
+
+
+class TokenizerPoolDown(SecateurError):
+    """The workers have died or are starting; the pool starts them again."""
+
+
+class JobTooCostly(PromptError):
+    """The kernel killed the worker because the job exceeded a limit."""
+
+
+class TokenizerForkServer:
+    """The process that loads the tokenizer and forks workers. Thread-safe; it dies with the thread that created it.
+
+    It works offline: the tokenizer must be in the local cache.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, limits: JobLimits) -> None:
+        self.limits = limits
+        self._lock = threading.Lock()
+        self._control, remote = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "cluster.system.child", str(os.getpid())]
+        command += ["cluster.text.tokenizer_worker", str(remote.fileno())]
+        command += [tokenizer.path, tokenizer.revision or "", limits.to_json()]
+        with remote:
+            self._process = subprocess.Popen(
+                command, env=_environment(), stdin=subprocess.DEVNULL, pass_fds=[remote.fileno()], process_group=0
+            )
+
+    @property
+    def pid(self) -> int:
+        """Return the process id of the fork server."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether the process is alive."""
+        return self._process.poll() is None
+
+    def wait_loaded(self) -> None:
+        """Wait until the tokenizer is loaded. Raises TokenizerPoolDown."""
+        self._control.settimeout(LOAD_TIMEOUT_S)
+        try:
+            if self._control.recv(len(READY)) == READY:
+                self._control.setblocking(False)
+                return
+        except TimeoutError:
+            raise TokenizerPoolDown(f"the tokenizer was not loaded within {LOAD_TIMEOUT_S:.0f} s") from None
+        raise TokenizerPoolDown(f"the process that loads the tokenizer ended with code {self._process.wait()}")
+
+    def fork(self) -> socket.socket:
+        """Fork a worker and return the service's end of its socket. On failure, kill the process and raise OSError."""
+        local, remote = socket.socketpair()
+        try:
+            with remote, self._lock:
+                socket.send_fds(self._control, [COMMAND.pack(0)], [remote.fileno()])
+        except OSError:
+            local.close()
+            self._process.kill()
+            raise
+        return local
+
+    def kill(self, pid: int) -> None:
+        """Kill a worker. Its parent does it: the pid cannot be reused before the parent has waited for it."""
+        with contextlib.suppress(OSError), self._lock:  # a dead fork server has no workers
+            self._control.sendall(COMMAND.pack(pid))
+
+    def close(self) -> None:
+        """Kill the process and its workers. May be called twice."""
+        if self.is_running:
+            self._process.send_signal(signal.SIGKILL)  # the kernel kills its workers with it
+            self._process.wait()
+        self._control.close()
+
+
+class _Worker:
+    """The service's handle of one worker."""
+
+    def __init__(self, parent: TokenizerForkServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.parent = parent
+        self.pid = 0
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def forked(cls, parent: TokenizerForkServer) -> Self:
+        """Fork a worker and wait for its pid. Raises OSError or EOFError if the fork server has died."""
+        worker = cls(parent, *await asyncio.open_unix_connection(sock=parent.fork()))
+        try:
+            (worker.pid,) = COMMAND.unpack(await worker._receive())
+        except BaseException:
+            worker._writer.transport.abort()
+            raise
+        return worker
+
+    @property
+    def has_ended(self) -> bool:
+        return self._reader.at_eof()
+
+    async def run(self, job: bytes) -> Any:
+        """Run a job and return the reply. Raises OSError or EOFError if the worker dies."""
+        self._writer.write(LENGTH.pack(len(job)) + job)
+        await self._writer.drain()
+        return msgpack.unpackb(await self._receive(), unicode_errors="surrogatepass")
+
+    def kill(self) -> None:
+        self._writer.transport.abort()
+        self.parent.kill(self.pid)
+
+    async def _receive(self) -> bytes:
+        (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        return await self._reader.readexactly(size)
+
+
+class TokenizerPool:
+    """Runs a tokenizer's slow methods in workers. An async context manager: it starts the workers; then await `ready`.
+
+    The methods raise PromptError, TokenizerPoolFull and TokenizerPoolDown; cancelling one kills its worker. Start the
+    pool in a thread that lives as long as the service, because the processes die with that thread. A running fork
+    server may be passed as `parent`; the pool does not close it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        num_workers: int | None = None,
+        limits: JobLimits | None = None,
+        parent: TokenizerForkServer | None = None,
+        stuck_s: float = STUCK_S,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._limits = parent.limits if parent else limits or JobLimits()
+        self._num_workers = num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+        self._stuck_s = stuck_s
+        self._borrowed = parent
+        self._parent: TokenizerForkServer | None = None
+        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
+        self._num_waiting = self._num_waiting_bytes = self._num_unfinished = 0
+        self._last_end = time.monotonic()
+        self._down = "they are starting"
+        self._starting: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def pids(self) -> list[int]:
+        """Return the fork server's process id; [] while there is none."""
+        return [self._parent.pid] if self._parent else []
+
+    async def __aenter__(self) -> Self:
+        self.begin()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def begin(self) -> None:
+        """Start the processes without waiting for them, as `ready` does. The caller must call `close` afterwards."""
+        self._starting = asyncio.create_task(self._start_parent())
+
+    async def ready(self) -> None:
+        """Wait until the workers have started. Raises TokenizerPoolDown."""
+        assert self._starting is not None
+        try:
+            await self._starting
+        except BaseException:
+            await self.close()
+            raise
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        """Stop the processes. May be called twice."""
+        self._down = "the service is shutting down"
+        tasks = [*self._tasks, *filter(None, [self._starting, self._watcher])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        while not self._idle.empty():
+            self._idle.get_nowait().kill()
+        if self._parent is not None and self._parent is not self._borrowed:
+            self._parent.close()
+        self._parent = None
+
+    def health(self) -> Health:
+        """Check that the processes run and that jobs end."""
+        if self._parent is None or not self._parent.is_running:
+            return Health(False, f"the tokenizing workers do not run: {self._down}")
+        silent_s = time.monotonic() - self._last_end
+        if self._num_unfinished and silent_s > self._stuck_s:
+            problem = f"{self._num_unfinished} jobs have waited {silent_s:.0f} s for the first of them to end"
+            return Health(False, f"the tokenizing workers are stuck: {problem}")
+        return Health(True, "")
+
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Return the token ids of each text; see `Tokenizer.encode`."""
+        return await self._do("encode", "prompt", texts=list(texts), add_special_tokens=add_special_tokens)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        limit: TextLimit,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """Return the token ids of a conversation whose rendered text is within `limit`; see `Tokenizer.encode_chat`."""
+        return await self._do(
+            "encode_chat",
+            "messages",
+            messages=[dict(message) for message in messages],
+            limit=limit,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=dict(template_kwargs or {}),
+            tools=None if tools is None else [dict(tool) for tool in tools],
+            add_special_tokens=add_special_tokens,
+        )
+
+    async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the token sequences that spell each word; see `Tokenizer.bad_words`."""
+        return await self._do("bad_words", "bad_words", words=list(words))
+
+    async def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """Return the tokens as the vocabulary spells them."""
+        return await self._do("token_strings", "prompt", ids=list(ids))
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, with special tokens."""
+        return await self._do("decode", "tokens", ids=list(ids))
+
+    async def grammar(self, structure: Structure, *, end_token_ids: Sequence[int], vocab_size: int) -> str:
+        """Return the grammar of a structure, which can be compiled; see `workers.sampling.grammar`."""
+        return await self._do(
+            "grammar",
+            structure.param,
+            structure=tuple(structure),
+            end_token_ids=tuple(end_token_ids),
+            vocab_size=vocab_size,
+        )
+
+    async def _do(self, method: str, param: str, **arguments: Any) -> Any:
+        job = pickle.dumps((method, arguments))
+        worker = await self._free_worker(len(job))
+        try:
+            reply = await worker.run(job)
+        except (OSError, EOFError):
+            self._replace(worker)
+            if not worker.parent.is_running:
+                raise TokenizerPoolDown("the tokenizing workers were lost; try again") from None
+            if method == "grammar":
+                message = f"{param}: {self._grammar_too_costly()}"
+                raise JobTooCostly(message, param=param, code="grammar_too_costly") from None
+            raise JobTooCostly(self._too_costly(), param=param, code="prompt_too_costly") from None
+        except BaseException:  # the client disconnected
+            self._replace(worker)
+            raise
+        else:
+            self._idle.put_nowait(worker)
+        finally:
+            self._num_unfinished -= 1
+            self._last_end = time.monotonic()
+        match reply:
+            case {"value": value}:
+                return value
+            case {"rejected": [message, at, code]}:
+                raise PromptError(message, param=at, code=code)
+            case _:
+                raise RuntimeError(f"{method} failed in a tokenizing worker: {reply.get('failed')}")
+
+    async def _free_worker(self, num_bytes: int) -> _Worker:
+        """Wait for an idle worker, first come, first served. Counts the job as unfinished if it gets one."""
+        if not (health := self.health()).ok:
+            raise TokenizerPoolDown(health.reason)
+        if self._num_waiting >= MAX_WAITING or (
+            self._num_waiting and self._num_waiting_bytes + num_bytes > MAX_WAITING_BYTES
+        ):
+            raise TokenizerPoolFull(f"{self._num_waiting} requests wait to be tokenized; try later")
+        if self._num_unfinished == 0:
+            self._last_end = time.monotonic()
+        self._num_waiting += 1
+        self._num_waiting_bytes += num_bytes
+        self._num_unfinished += 1
+        try:
+            while (worker := await self._idle.get()).has_ended:
+                self._replace(worker)
+        except BaseException:
+            self._num_unfinished -= 1
+            raise
+        finally:
+            self._num_waiting -= 1
+            self._num_waiting_bytes -= num_bytes
+        return worker
+
+    def _replace(self, worker: _Worker) -> None:
+        worker.kill()
+        if worker.parent is self._parent:
+            task = asyncio.create_task(self._add_worker(worker.parent))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _add_worker(self, parent: TokenizerForkServer) -> None:
+        with contextlib.suppress(OSError, EOFError):  # the fork server has died; the next one forks its own workers
+            self._idle.put_nowait(await _Worker.forked(parent))
+
+    async def _watch(self) -> None:
+        """Restart the fork server whenever it has died."""
+        while True:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            if self._parent is not None and self._parent.is_running:
+                continue
+            logger.error("the tokenizing workers were lost and are started again")
+            try:
+                await self._start_parent()
+            except (OSError, TokenizerPoolDown) as error:
+                self._down = str(error)
+                logger.error("the tokenizing workers did not start: %s", error)
+                await asyncio.sleep(RESTART_S)
+
+    async def _start_parent(self) -> None:
+        """Start a fork server and its workers in place of the previous ones."""
+        if self._parent is not None and self._parent is not self._borrowed:
+            self._parent.close()
+        while not self._idle.empty():  # workers of the dead fork server
+            self._idle.get_nowait().kill()
+        if self._borrowed is not None and self._borrowed.is_running:
+            parent = self._borrowed
+        else:
+            # Start it in this thread, not in an executor: the kernel kills a child when its parent thread ends.
+            parent = TokenizerForkServer(self._tokenizer, self._limits)
+            try:
+                await asyncio.to_thread(parent.wait_loaded)
+            except BaseException:
+                parent.close()
+                raise
+        self._parent, self._down = parent, "they were lost"
+        for _ in range(self._num_workers):
+            await self._add_worker(parent)
+        self._last_end = time.monotonic()
+
+    def _too_costly(self) -> str:
+        limits = self._limits
+        return (
+            f"this prompt took more than {limits.render_s:g} s to render, {limits.tokenize_s:g} s to tokenize or "
+            f"{limits.memory_bytes >> 20} MiB of memory; shorten it"
+        )
+
+    def _grammar_too_costly(self) -> str:
+        limits = self._limits
+        return (
+            f"it took more than {limits.grammar_s:g} s, {limits.memory_bytes >> 20} MiB of memory or "
+            f"{GRAMMAR_STACK_BYTES >> 20} MiB of stack to compile; simplify it"
+        )
+
+
+def _environment() -> dict[str, str]:
+    """Return the fork server's environment: one thread, so that forking is safe; no warning about torch; offline."""
+    root = str(Path(workers.__file__).parents[1])
+    path = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_OFFLINE": "1",
+    }

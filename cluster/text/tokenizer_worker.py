@@ -1,0 +1,238 @@
+"""The processes that render chat templates, tokenize and check grammars: one fork server and its workers.
+
+They do not import torch.
+
+The fork server loads the tokenizer once and forks a worker in milliseconds and with almost no memory of its own.
+Killing a worker is the only way to stop any job, since a thread in Jinja or in the Rust tokenizer cannot be stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import msgpack
+
+from cluster.errors import PromptError
+from cluster.system.child import die_with_parent
+from cluster.text.tokenizer import TextLimit, Tokenizer
+from secateur.bodies import Structure
+from workers.sampling.grammar import ONE_OF, GrammarError, TokenTable, grammar_text
+
+logger = logging.getLogger(__name__)
+
+COMMAND = struct.Struct("<i")
+"""From the service to the fork server: the pid of a worker to kill, or 0 and a socket for a new worker."""
+LENGTH = struct.Struct("<I")
+"""Precedes every frame between the service and a worker."""
+READY = b"ready"
+GRAMMAR_STACK_BYTES = 2 << 20
+"""A quarter of what the ranks have: a grammar that compiles here does not overflow their stacks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobLimits:
+    """The time and memory of one job, beyond which the kernel kills its worker."""
+
+    render_s: float = 2.0
+    """A chat template takes milliseconds, on a busy machine tens of milliseconds."""
+    tokenize_s: float = 10.0
+    """Enough for about a million tokens."""
+    grammar_s: float = 2.0
+    """A JSON schema of 50 kB takes half a second. Every rank compiles it again, and does nothing else meanwhile."""
+    memory_bytes: int = 1 << 30
+    """In addition to the tokenizer itself. A megabyte of text needs up to 220 MB."""
+
+    def to_json(self) -> str:
+        """Return the limits as JSON, for a command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> JobLimits:
+        """Read what `to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+def main(fd: int, path: str, revision: str | None, limits: JobLimits) -> None:
+    """Run the fork server: load the tokenizer, send READY, then fork and kill workers until the socket closes."""
+    control = socket.socket(fileno=fd)
+    tokenizer = Tokenizer(path, revision=revision)
+    with contextlib.suppress(PromptError):
+        tokenizer.render([{"role": "user", "content": "a"}])  # compiles the template, once for all workers
+    gc.collect()
+    gc.freeze()  # the workers' garbage collections would write to shared pages, and so copy them
+    control.sendall(READY)
+    parent, children = os.getpid(), set[int]()
+    while True:
+        command, fds, _, _ = socket.recv_fds(control, COMMAND.size, 1)
+        if not command:
+            return
+        children -= {child for child in children if os.waitpid(child, os.WNOHANG) != (0, 0)}  # have exited
+        (pid,) = COMMAND.unpack(command)
+        if pid in children:  # not yet waited for, so the kernel has not reused the pid
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            children.remove(pid)
+        elif fds:
+            if (child := os.fork()) == 0:
+                control.close()
+                _worker(socket.socket(fileno=fds[0]), tokenizer, limits, parent)
+                os._exit(0)
+            os.close(fds[0])
+            children.add(child)
+
+
+def _worker(service: socket.socket, tokenizer: Tokenizer, limits: JobLimits, parent: int) -> None:
+    """Run a worker: one job after the other, until the service closes the socket or the job exceeds a limit."""
+    die_with_parent(parent)
+    max_bytes = _address_space() + limits.memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # an allocation that fails in Rust aborts the process
+    jobs = _Jobs(tokenizer, limits)
+    send_frame(service, COMMAND.pack(os.getpid()))
+    while (frame := receive_frame(service)) is not None:
+        send_frame(service, msgpack.packb(_reply(jobs, frame), unicode_errors="surrogatepass"))
+
+
+def _reply(jobs: _Jobs, frame: bytes) -> dict[str, Any]:
+    method, arguments = pickle.loads(frame)  # the service is trusted
+    del frame
+    try:
+        return {"value": getattr(jobs, method)(**arguments)}
+    except PromptError as error:
+        return {"rejected": [str(error), error.param, error.code]}
+    except MemoryError:
+        os._exit(1)  # the process may be in an inconsistent state
+    except Exception as error:
+        logger.exception("%s failed", method)
+        return {"failed": f"{type(error).__name__}: {error}"}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+class _Jobs:
+    """A worker's jobs. SIGALRM is not handled, so the kernel kills a process that exceeds its time."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: JobLimits) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._table: TokenTable | None = None
+
+    def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        self._alarm(self._limits.tokenize_s)
+        return [self._tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    def encode_chat(self, limit: TextLimit, add_special_tokens: bool, **chat: Any) -> list[int]:
+        self._alarm(self._limits.render_s)
+        text = self._tokenizer.render(**chat)
+        limit.check(len(text), param="messages")
+        self._alarm(self._limits.tokenize_s)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, param="messages")
+
+    def bad_words(self, words: list[str]) -> list[list[int]]:
+        self._alarm(self._limits.tokenize_s)
+        return self._tokenizer.bad_words(words)
+
+    def token_strings(self, ids: list[int]) -> list[str]:
+        self._alarm(self._limits.tokenize_s)
+        return self._tokenizer.token_strings(ids)
+
+    def decode(self, ids: list[int]) -> str:
+        self._alarm(self._limits.tokenize_s)
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def grammar(self, structure: tuple[Any, ...], end_token_ids: tuple[int, ...], vocab_size: int) -> str:
+        asked = Structure(*structure)
+        self._alarm(self._limits.tokenize_s)
+        try:
+            if self._table is None:
+                self._table = TokenTable(self._tokenizer.path, vocab_size, end_token_ids)
+            self._table.load()
+            self._alarm(self._limits.grammar_s)
+            return _on_small_stack(partial(_compiled, asked, self._table))
+        except GrammarError as error:
+            raise PromptError(f"{asked.param}: {error}", param=asked.param) from None
+
+    def _alarm(self, seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def _compiled(asked: Structure, table: TokenTable) -> str:
+    """Return a grammar that compiles. Raises GrammarError.
+
+    The schemas of a `oneOf` must differ as they are written: closed ones may differ only in what they leave out.
+    """
+    text = partial(grammar_text, asked.kind, asked.source, whitespace=asked.whitespace)
+    grammar = text(closes_objects=asked.closes_objects)
+    table.compile(grammar)
+    if asked.kind == "json" and asked.closes_objects and '"oneOf"' in grammar:
+        try:
+            table.compile(text(closes_objects=False))
+        except GrammarError as error:
+            if str(error) == ONE_OF:
+                raise
+    return grammar
+
+
+def _on_small_stack(function: Callable[[], str]) -> str:
+    """Call a function on a stack of `GRAMMAR_STACK_BYTES`. A stack that overflows kills the process."""
+    threading.stack_size(GRAMMAR_STACK_BYTES)
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(function).result()
+
+
+def send_frame(to: socket.socket, payload: bytes) -> None:
+    """Send one frame: its length, then its bytes."""
+    to.sendall(LENGTH.pack(len(payload)) + payload)
+
+
+def receive_frame(source: socket.socket) -> bytes | None:
+    """Return the next frame, or None if the other end has closed the socket."""
+    if (head := _receive(source, LENGTH.size)) is None:
+        return None
+    return _receive(source, LENGTH.unpack(head)[0])
+
+
+def _receive(source: socket.socket, size: int) -> bytes | None:
+    data = bytearray(size)
+    view, filled = memoryview(data), 0
+    while filled < size:
+        if (received := source.recv_into(view[filled:])) == 0:
+            return None
+        filled += received
+    return bytes(data)
+
+
+def _address_space() -> int:
+    """Return the size of this process's address space in bytes."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _hide(package: str) -> None:
+    """Make a package look like it is not installed.
+
+    transformers imports torch if it can, which takes five times the time and memory of everything else together.
+    """
+    sys.modules[package] = None  # type: ignore[assignment]  # documented: None raises ModuleNotFoundError
+
+
+if __name__ == "__main__":
+    _hide("torch")
+    _fd, _path, _revision, _limits = sys.argv[1:]
+    main(int(_fd), _path, _revision or None, JobLimits.from_json(_limits))

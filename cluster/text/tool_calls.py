@@ -1,0 +1,586 @@
+"""Reads tool calls out of an answer's text while it is written.
+
+    reader = ToolCallReader("hermes")
+    for text in texts:
+        parts = reader.feed(text)     # content that belongs to no call, and parts of calls, in the order of the text
+    parts = reader.finish()
+
+Names and arguments are sent as soon as they are known; arguments are sent as the model writes them. Text that turns out
+to be no call is content. Formats, and the families that use them:
+
+    hermes      <tool_call>{"name": ..., "arguments": {...}}</tool_call>           Hermes, Qwen
+    llama3_json {"name": ..., "parameters": {...}}; {...}                           Llama 3
+    mistral     [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or name{...}  Mistral
+    list        [{"name": ..., "parameters": {...}}, ...]                           `tool_choice: "required"`
+    arguments   {...}                                                               `tool_choice` with a name
+    input       any text                                                            the same, of a tool with a grammar
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from cluster.errors import PromptError
+from secateur.requests import ChatCompletionRequest, TokenizeRequest
+
+ToolCallFormat = Literal["hermes", "llama3_json", "mistral"]
+
+TAUGHT_FORMAT: ToolCallFormat = "hermes"
+"""The format that `taught` teaches models whose chat templates know no tools."""
+_OPENINGS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}
+_CLOSING = "</tool_call>"  # of hermes
+_PYTHON_TAG = "<|python_tag|>"  # Llama 3 may write it before a call
+_MISTRAL_HEAD = re.compile(
+    r"\s{0,9}([\w.-]{1,64})\s{0,9}(?:\[CALL_ID\]\s{0,9}[\w-]{1,64}\s{0,9})?(?:\[ARGS\]\s{0,9})?(?=\{)"
+)
+_MISTRAL_END = "x[CALL_ID]x[ARGS]{"
+"""Ends of it complete any text with which a head may begin."""
+_TAUGHT: list[tuple[ToolCallFormat, re.Pattern[str]]] = [
+    ("mistral", re.compile(r"\[TOOL_CALLS\]")),
+    ("hermes", re.compile(r'<tool_call>(?:(?!</tool_call>).)*?"name\\?"\s*:', re.DOTALL)),
+    ("llama3_json", re.compile(r'\{\\?"name\\?":[^,{}]*, ?\\?"parameters\\?":')),
+]
+"""What templates that teach a format have. A quote may be escaped, where it stands in a string."""
+_NAMES, _ARGUMENTS = ("name", "function"), ("arguments", "parameters")
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+_TEACHING = """\
+You may call functions. These are their signatures, as JSON:
+<tools>
+{tools}
+</tools>
+
+To call one, write its name and its arguments as JSON between <tool_call> and </tool_call>:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"the argument's name": "its value"}}}}
+</tool_call>"""
+
+
+class CallPart(NamedTuple):
+    """A piece of a call. `id` and `name` come with its first piece."""
+
+    number: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
+class TextPart(NamedTuple):
+    """A piece of text that belongs to no call, as it is in the answer from character `start` on.
+
+    is_behind_call: content came before it, and then a call; the two are told as separate lines, or messages.
+    """
+
+    text: str
+    start: int
+    is_reasoning: bool = False
+    is_behind_call: bool = False
+
+    @property
+    def end(self) -> int:
+        """Return where it ends in the answer."""
+        return self.start + len(self.text)
+
+
+class AnswerParts(tuple[TextPart | CallPart, ...]):
+    """What some text added to an answer, in the order of the text."""
+
+    __slots__ = ()
+
+    @property
+    def reasoning(self) -> str:
+        """Return the reasoning."""
+        return "".join(part.text for part in self if isinstance(part, TextPart) and part.is_reasoning)
+
+    @property
+    def content(self) -> str:
+        """Return the content."""
+        texts = [part for part in self if isinstance(part, TextPart) and not part.is_reasoning]
+        return "".join("\n" * part.is_behind_call + part.text for part in texts)
+
+    @property
+    def calls(self) -> tuple[CallPart, ...]:
+        """Return the parts of calls."""
+        return tuple(part for part in self if isinstance(part, CallPart))
+
+
+def format_of_template(template: str) -> ToolCallFormat | None:
+    """Return the format that a chat template teaches; None if it is another one. Without tools it teaches none."""
+    return next((format for format, pattern in _TAUGHT if pattern.search(template)), None)
+
+
+def shows_special_tokens(format: ToolCallFormat | None) -> bool:
+    """Return whether calls are marked by special tokens, which are otherwise left out of the text."""
+    return format in ("llama3_json", "mistral")
+
+
+class JsonValue:
+    """Finds the end of one JSON value in text that arrives in pieces. It does not check the value."""
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self._depth = 0
+        self._is_string = self._is_escaped = self._is_plain = False
+
+    def feed(self, text: str) -> int:
+        """Return how many of the characters belong to the value; fewer than all if it ends before."""
+        for position, char in enumerate(text):
+            if self._is_string:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif char == "\\":
+                    self._is_escaped = True
+                elif char == '"':
+                    self._is_string = False
+                    self.is_complete = self._depth == 0
+            elif char == '"':
+                self._is_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]" and self._depth:
+                self._depth -= 1
+                self.is_complete = self._depth == 0
+            elif self._depth == 0 and char in ",}] \t\r\n":  # the end of a number, true, false or null
+                if self._is_plain:
+                    self.is_complete = True
+                    return position
+            elif self._depth == 0:
+                self._is_plain = True
+            if self.is_complete:
+                return position + 1
+        return len(text)
+
+
+class JsonCall:
+    """Reads one call, an object with a name and arguments, from text that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.raw = ""
+        self.is_complete = self.is_broken = False
+        self._expects = "{"  # or "key", ":", "value" or ","
+        self._key: str | None = None
+        self._value: JsonValue | None = None  # the key or value that is being read ...
+        self._text = ""  # ... and what was read of it
+        self._arguments = ""
+        self._has_arguments = False  # complete; those of a second key are dropped
+        self._num_taken = 0
+
+    def feed(self, text: str) -> str:
+        """Read up to the name, the end of the object or the first mistake; return the rest, a mistake included.
+
+        It stops behind the name, so that a call is announced there, however the text is split, even if it breaks later.
+        """
+        was_named = self.name is not None
+        while text and not (self.is_complete or self.is_broken or (self.name is not None and not was_named)):
+            if self._value is None:
+                self._read_between(text[0])
+                if not self.is_broken:
+                    self.raw, text = self.raw + text[0], text[1:]
+                continue
+            used = self._value.feed(text)
+            self._text += text[:used]
+            self.raw, text = self.raw + text[:used], text[used:]
+            if self._reads_arguments and self._text[0] not in '"n':  # a string and null are read when they are complete
+                self._arguments = self._text
+            if self._value.is_complete:
+                self._end_value()
+        return text
+
+    def take(self) -> str:
+        """Return the arguments that are known and were not taken before. Call it once the name is known."""
+        new, self._num_taken = self._arguments[self._num_taken :], len(self._arguments)
+        return new
+
+    def _read_between(self, char: str) -> None:
+        """Read a character outside of keys and values."""
+        match self._expects, char:
+            case _, (" " | "\t" | "\r" | "\n"):
+                pass
+            case ("{", "{") | (",", ","):
+                self._expects = "key"
+            case ":", ":":
+                self._expects = "value"
+            case ("key" | ",", "}"):
+                self.is_complete, self.is_broken = self.name is not None, self.name is None
+                self._arguments = self._arguments or "{}"  # clients parse it
+            case ("key", '"') | ("value", _):
+                self._value, self._text = JsonValue(), char
+                self._value.feed(char)
+            case _:
+                self.is_broken = True
+
+    def _end_value(self) -> None:
+        text, self._value = self._text, None
+        if self._expects == "key":
+            self._key, self._expects = _decoded(text), ":"
+            self.is_broken = self._key is None
+            return
+        if self._key in _NAMES and self.name is None:
+            self.name = _decoded(text) or None
+            self.is_broken = self.name is None
+        elif self._reads_arguments:
+            self._has_arguments = True
+            if text.startswith('"'):
+                self._arguments = (_decoded(text) or "").strip()
+            elif text != "null":
+                self._arguments = text
+        self._key, self._expects = None, ","
+
+    @property
+    def _reads_arguments(self) -> bool:
+        return self._key in _ARGUMENTS and not self._has_arguments
+
+
+class ToolCallReader:
+    """Reads the calls of one answer. most: calls beyond this number are dropped; None = all are read.
+
+    name: of the function that the answer calls, for the format `arguments`.
+    """
+
+    def __init__(
+        self, format: ToolCallFormat | Literal["list", "arguments", "input"], *, most: int | None = None, name: str = ""
+    ) -> None:
+        self.num_calls = 0
+        self._most, self._format = most, format
+        self._state: Callable[[str], str | None] = self._read_text
+        self._num_read = 0  # characters
+        self._rest = ""  # read, but not understood yet
+        self._space = ""  # behind content: dropped if a call follows
+        self._parts: list[TextPart | CallPart] = []
+        self._head = ""  # the marks before the current call, which are content if it is none
+        self._call = JsonCall()
+        self._value: JsonValue | None = None
+        self._is_announced = False  # the current call's name was sent
+        self._is_behind_call = False  # and no content has followed
+        self._has_content = False
+        match format:
+            case "arguments" | "input":
+                self._announce(name)
+                self._state = self._read_arguments if format == "arguments" else self._read_input
+            case "list":
+                self._state = self._read_list
+            case "llama3_json":
+                self._state = self._read_start
+
+    @property
+    def is_inside_call(self) -> bool:
+        """Return whether a call has been told, but not to its end."""
+        return self._is_announced and self._state in (self._read_call, self._read_arguments)
+
+    def feed(self, text: str) -> AnswerParts:
+        """Read more of the answer."""
+        self._num_read += len(text)
+        self._rest += text
+        while (rest := self._state(self._rest)) is not None:
+            self._rest = rest
+        return self._take()
+
+    def finish(self) -> AnswerParts:
+        """Return what is left at the end of the answer."""
+        if self._state in (self._read_text, self._read_start):
+            self._add_content(self._rest)
+        elif self._state == self._read_closing:
+            _, is_closed, behind = self._rest.rpartition(_CLOSING)
+            self._add_content(behind if is_closed else "")
+        elif not self._is_announced:
+            self._add_content(self._head + self._call.raw + self._rest)
+        if self._space:
+            self._parts.append(TextPart(self._space, self._num_read - len(self._space)))
+        return self._take()
+
+    def _take(self) -> AnswerParts:
+        taken, self._parts = AnswerParts(self._parts), []
+        return taken
+
+    # ---- states: each returns what it has not read, or None if it needs more text
+
+    def _read_text(self, text: str) -> str | None:
+        """Read content up to the mark of a call."""
+        opening = _OPENINGS.get(self._format)
+        if not text or opening is None:
+            self._add_content(text)
+            self._rest = ""
+            return None
+        before, found, behind = text.partition(opening)
+        if found:
+            self._add_content(before, rest=found + behind)
+            self._state = self._read_marks
+            self._begin_call(found)
+            return behind
+        held = _longest_overlap(text, opening)
+        self._rest = text[len(text) - held :]
+        self._add_content(text[: len(text) - held], rest=self._rest)
+        return None
+
+    def _read_start(self, text: str) -> str | None:
+        """Read the beginning of a Llama answer: it is a call if it begins with an object."""
+        if (behind := _without_marks(text, _PYTHON_TAG)) is None:
+            return None
+        if behind[0] != "{":
+            self._state = self._read_text
+            return text
+        self._state = self._read_call
+        self._begin_call(text.removesuffix(behind))
+        return behind
+
+    def _read_marks(self, text: str) -> str | None:
+        """Read what follows the mark of a call. If the mark is repeated, it counts once."""
+        if (behind := _without_marks(text, _OPENINGS[self._format])) is None:
+            return None
+        self._head += text.removesuffix(behind)
+        if self._format == "hermes":
+            self._state = self._read_call
+        else:  # a list of calls, or a function's name and its arguments
+            self._state = self._read_list if behind[0] in "[{" else self._read_name
+        return behind
+
+    def _read_name(self, text: str) -> str | None:
+        """Read Mistral's newer form: name{...}, name[ARGS]{...} or name[CALL_ID]id[ARGS]{...}."""
+        if found := _MISTRAL_HEAD.match(text):
+            self._announce(found[1])
+            self._state = self._read_arguments
+            return text[found.end() :]
+        if any(_MISTRAL_HEAD.match(text + _MISTRAL_END[start:]) for start in range(len(_MISTRAL_END))):
+            return None
+        self._state = self._read_text
+        self._add_content(self._head, rest=text)
+        return text
+
+    def _read_list(self, text: str) -> str | None:
+        """Read what lies before, between and behind the objects of a list."""
+        stripped = text.lstrip(" \t\r\n,;" if self._is_announced else " \t\r\n[")
+        if not self._is_announced:
+            self._head += text.removesuffix(stripped)
+        if not stripped:
+            self._rest = ""
+            return None
+        if stripped[0] == "{":
+            self._state = self._read_call
+            self._begin_call("" if self._is_announced else self._head)
+            return stripped
+        self._state = self._read_text
+        if self._is_announced:
+            return stripped.removeprefix("]")
+        self._add_content(self._head, rest=stripped)
+        return stripped
+
+    def _read_call(self, text: str) -> str | None:
+        if not text:
+            return None
+        rest = self._call.feed(text)
+        if self._call.is_broken and not self._is_announced:
+            self._add_content(self._head + self._call.raw, rest=rest)
+            self._state = self._read_text
+            return rest
+        if self._call.name is not None:
+            if not self._is_announced:
+                self._announce(self._call.name)
+            self._add_arguments(self._call.take())
+        if self._call.is_complete or self._call.is_broken:
+            self._state = self._read_closing if self._format == "hermes" else self._read_list
+        return rest
+
+    def _read_closing(self, text: str) -> str | None:
+        """Read the end of a Hermes call; its mark may be missing, or be repeated."""
+        if (behind := _without_marks(text, _CLOSING)) is not None:
+            self._state = self._read_text
+        return behind
+
+    def _read_arguments(self, text: str) -> str | None:
+        """Read the arguments of a call whose name is known."""
+        if not text:
+            return None
+        if self._value is None:
+            self._value = JsonValue()
+        used = self._value.feed(text)
+        self._add_arguments(text[:used])
+        if self._value.is_complete:
+            self._value, self._state = None, self._read_text
+        return text[used:]
+
+    def _read_input(self, text: str) -> str | None:
+        """Read the input of a custom tool, which is the whole answer."""
+        self._add_arguments(text)
+        self._rest = ""
+        return None
+
+    # ---- what was read
+
+    def _begin_call(self, head: str) -> None:
+        self._call, self._is_announced, self._head = JsonCall(), False, head
+
+    def _announce(self, name: str) -> None:
+        self._is_announced = self._is_behind_call = True
+        self._space = ""
+        self.num_calls += 1
+        if self._is_wanted:
+            self._parts.append(CallPart(self.num_calls - 1, "", _new_id(self._format), name))
+
+    def _add_arguments(self, arguments: str) -> None:
+        if arguments and self._is_wanted:
+            self._parts.append(CallPart(self.num_calls - 1, arguments))
+
+    def _add_content(self, text: str, *, rest: str = "") -> None:
+        """Add content, without the space around calls. rest: what was read of the text behind it."""
+        if self._format in ("list", "arguments"):
+            return  # a grammar lets the model write nothing but calls
+        text = self._space + text
+        if self._is_behind_call:
+            text = text.lstrip()
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        if kept:
+            is_behind_call = self._is_behind_call and self._has_content
+            start = self._num_read - len(rest) - len(text)
+            self._parts.append(TextPart(kept, start, is_behind_call=is_behind_call))
+            self._is_behind_call, self._has_content = False, True
+
+    @property
+    def _is_wanted(self) -> bool:
+        return self._most is None or self.num_calls <= self._most
+
+
+def _without_marks(text: str, mark: str) -> str | None:
+    """Return a text without the marks, and the space around them, before it; None = more text may be one of them."""
+    while (text := text.lstrip()).startswith(mark):
+        text = text[len(mark) :]
+    return None if mark.startswith(text) else text
+
+
+def _longest_overlap(text: str, mark: str) -> int:
+    """Return the length of the longest end of `text` with which `mark` begins."""
+    return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:size])), 0)
+
+
+def _decoded(text: str) -> str | None:
+    """Return the value of a JSON string; None if it is no string."""
+    try:
+        value = json.loads(text, strict=False)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _new_id(format: str) -> str:
+    if format == "mistral":  # its templates accept nothing else
+        return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+    return f"call_{secrets.token_hex(12)}"
+
+
+class CustomInput:
+    """The input of a custom tool's call, which models write as the only argument of a function.
+
+    is_bare: it stands alone, because a grammar binds it.
+    """
+
+    def __init__(self, *, is_bare: bool) -> None:
+        self.is_whole = False
+        self._is_bare, self._arguments = is_bare, ""
+
+    def feed(self, arguments: str) -> str:
+        """Return what the input gains by more of the arguments: all at once, when they are complete."""
+        if self._is_bare or self.is_whole:
+            return arguments if self._is_bare else ""
+        self._arguments += arguments
+        if not (arguments.rstrip().endswith("}") and is_whole(self._arguments)):
+            return ""
+        self.is_whole = True
+        value = json.loads(self._arguments)
+        text = value.get("input") if isinstance(value, dict) else None
+        return text if isinstance(text, str) else self._arguments
+
+    def finish(self) -> str:
+        """Return what the input gains at the end of a call that was not cut: what is no JSON stays as it is."""
+        return "" if self.is_whole or self._is_bare else self._arguments
+
+
+def is_whole(arguments: str) -> bool:
+    """Return whether a call's arguments are JSON; those of a call that was cut are not."""
+    try:
+        json.loads(arguments)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def reader_of_calls(body: ChatCompletionRequest, written: ToolCallFormat | None) -> Callable[[], ToolCallReader] | None:
+    """Return what makes the reader of each of a chat's answers; None if they have no calls.
+
+    written: how the model writes calls of its own choice; None = that is unknown, and they are text.
+    """
+    most = None if body.parallel_tool_calls else 1
+    if body.custom_call is not None:
+        return partial(ToolCallReader, "input", name=body.custom_call)
+    match body.calls:
+        case "named":
+            return partial(ToolCallReader, "arguments", name=body.called_tool or "")
+        case "required":
+            return partial(ToolCallReader, "list", most=most)
+        case "auto" if written is not None:
+            return partial(ToolCallReader, written, most=most)
+    return None
+
+
+def tools_of(body: ChatCompletionRequest | TokenizeRequest) -> list[dict[str, Any]] | None:
+    """Return the tools that the chat template gets; as in vLLM, it gets them whatever the tool choice is."""
+    if isinstance(body, TokenizeRequest):
+        return body.tools
+    return [
+        tool.model_dump(exclude_unset=True)
+        if tool.type == "function"
+        else {"type": "function", "function": tool.called.model_dump(exclude_none=True)}
+        for tool in body.offered.values()
+        if tool.called is not None
+    ] or None
+
+
+def decoded_calls(calls: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, Any]]:
+    """Return the calls of message `number` with their arguments as objects, which chat templates expect.
+
+    Raises PromptError for arguments that are not JSON.
+    """
+    decoded = []
+    for place, call in enumerate(calls):
+        if isinstance(custom := call.get("custom"), Mapping):
+            told = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+            decoded.append({"id": call.get("id"), "type": "function", "function": told})
+            continue
+        function = call.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+            decoded.append(dict(call))
+            continue
+        try:
+            arguments = json.loads(function["arguments"] or "{}")
+        except (ValueError, RecursionError):
+            where = f"messages.{number}.tool_calls.{place}.function.arguments"
+            raise PromptError(f"{where}: is not JSON; write an object, as text", param="messages") from None
+        decoded.append({**call, "function": {**function, "arguments": arguments}})
+    return decoded
+
+
+def taught(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """Return a conversation for a chat template that knows neither tools nor calls: both become text."""
+    plain = [_as_text(message) for message in messages]
+    if not tools:
+        return plain
+    text = _TEACHING.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if plain and plain[0]["role"] == "system":
+        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}, *plain[1:]]
+    return [{"role": "system", "content": text}, *plain]
+
+
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls, or whose role `tool`, are text."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = [call["function"] for call in message.get("tool_calls", ()) if isinstance(call.get("function"), Mapping)]
+    written = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
+    content = "\n".join([text for text in (message["content"],) if text] + written)
+    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}

@@ -1,0 +1,258 @@
+"""Models that reason before they answer: what is reasoning, and where clients find it."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.text.answer_reader import AnswerReaders
+from cluster.text.detokenizer import IncrementalDetokenizer
+from cluster.text.reasoning import ReasoningCounter, ReasoningReader
+from cluster.text.tokenizer import Tokenizer
+from secateur.requests import ChatCompletionRequest
+from tests.cluster.http.test_responses_api import events, writing
+from tests.cluster.text.test_tool_calls import CALLED, CHAT, HERMES, TOOLS, copied_tokenizer
+from tests.support.fake_service import fake_service, stream
+
+HI = {"role": "user", "content": "a"}
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ tools }}{{ reasoning_effort }}"
+    f"{{% if false %}}{HERMES}{{% endif %}}{{% if inside %}}<think>\n{{% endif %}}"
+)
+
+
+def read(pieces: list[str], begins_inside: bool) -> tuple[str, str]:
+    reader = ReasoningReader(begins_inside=begins_inside)
+    thoughts = [*map(reader.feed, pieces), reader.finish()]
+    return "".join(each.reasoning for each in thoughts), "".join(each.answer for each in thoughts)
+
+
+def counted(pieces: list[str], begins_inside: bool) -> list[int]:
+    """Return the count of reasoning tokens after each token; the tokens have these texts."""
+    detokenizer: Any = SimpleNamespace(feed=lambda ids: pieces[ids[0]])
+    counter = ReasoningCounter(detokenizer, begins_inside=begins_inside)
+    return [counter.feed([place]) for place in range(len(pieces))]
+
+
+def num_inside(pieces: list[str], begins_inside: bool) -> int:
+    """Return how many tokens have text between the marks, or come between them without text."""
+    text = "".join(pieces)
+    if not begins_inside and not text.lstrip().startswith("<think>"):
+        return 0
+    opened = 0 if begins_inside else text.index("<think>") + len("<think>")
+    ends = [place for place in range(opened, len(text)) if "</think>".startswith(text[place : place + 8])]
+    closed = ends[0] if ends else len(text) + 1
+    starts = list(accumulate(map(len, pieces), initial=0))
+    return sum(
+        opened <= first < closed or first == last == closed or first < opened < min(last, closed)
+        for first, last in pairwise(starts)
+    )
+
+
+CASES = pytest.mark.parametrize(
+    ("text", "begins_inside", "reasoning", "answer"),
+    [
+        ("<think>\nSo 1 < 2.\n\nOk </thin\n</think>\n\nA </think> ", False, "So 1 < 2.\n\nOk </thin", "A </think> "),
+        ("No <think>x</think>", False, "", "No <think>x</think>"),
+        ("\n<think></think>A ", False, "", "A "),
+        ("<think>\n\n</think>\n\n", False, "", ""),
+        ("so what </thi", True, "so what </thi", ""),
+        (" so what\n", True, "so what", ""),
+        ("a b</think>\nc", True, "a b", "c"),
+        (" <thi", False, "", " <thi"),
+        ("", True, "", ""),
+    ],
+)  # fmt: skip
+
+
+@CASES
+@given(data=st.data())
+def test_the_tokens_of_reasoning_are_counted(
+    text: str, begins_inside: bool, reasoning: str, answer: str, data: st.DataObject
+) -> None:
+    cuts = data.draw(st.lists(st.integers(0, len(text))).map(sorted))  # equal ones: a token may have no text
+    pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+    told = counted(pieces, begins_inside)
+    assert told[-1] == num_inside(pieces, begins_inside)
+    assert told == sorted(told), "clients see it grow"
+    assert not reasoning or told[-1] > 0
+
+
+@CASES
+@given(data=st.data())
+def test_an_answer_is_read_the_same_in_any_pieces(
+    text: str, begins_inside: bool, reasoning: str, answer: str, data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(pieces, begins_inside) == read(list(text), begins_inside) == (reasoning, answer)
+
+
+def of_stream(http: httpx2.Client, **body: Any) -> tuple[str, str, list[str]]:
+    told = [choice["delta"] for event in stream(http, CHAT, **body)[:-1] for choice in event["choices"]]
+    calls = [part["function"]["name"] for delta in told for part in delta.get("tool_calls", ()) if "id" in part]
+    return "".join(d.get("reasoning_content", "") for d in told), "".join(d.get("content") or "" for d in told), calls
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_chats_and_responses_tell_reasoning_apart(tmp_path: Path, inside: bool) -> None:
+    tokenizer = Tokenizer(str(copied_tokenizer(tmp_path, TEMPLATE)))
+    text = ("" if inside else "<think>\n") + f"Hm, tea.\n</think>\n\n{CALLED}"
+    body = {"messages": [HI], "tools": TOOLS, "chat_template_kwargs": {"inside": inside}}
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = [detokenizer.feed([id]) for id in tokenizer.encode(text, add_special_tokens=False)]
+    num_tokens = num_inside(pieces, inside)
+    assert num_tokens > 3
+    with fake_service(tokenizer, tmp_path, writing(tokenizer, text)) as own, own.http() as http:
+        whole = http.post(CHAT, json=body).json()
+        message = whole["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm, tea.", "I order.")
+        assert message["reasoning"] == message["reasoning_content"]
+        assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == num_tokens
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["order"]
+        assert of_stream(http, **body) == ("Hm, tea.", "I order.", ["order"])
+        hidden = http.post(CHAT, json={**body, "include_reasoning": False}).json()["choices"][0]["message"]
+        assert "reasoning_content" not in hidden and hidden["content"] == "I order."
+        assert of_stream(http, **body, include_reasoning=False)[0] == ""
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = stream(http, CHAT, **body, include_reasoning=False, stream_options=options)[:-1]
+        numbers = [chunk["usage"]["completion_tokens_details"]["reasoning_tokens"] for chunk in chunks]
+        assert numbers[0] == 0 and numbers == sorted(numbers) and set(numbers[-3:]) == {num_tokens}
+        variables = {"chat_template_kwargs": {"inside": inside}}
+        told = events(http, input="a", **variables)
+        assert told[-1]["response"]["usage"]["output_tokens_details"] == {"reasoning_tokens": num_tokens}
+        deltas = [event["delta"] for event in told if event["type"] == "response.reasoning_text.delta"]
+        kinds = [item["type"] for item in told[-1]["response"]["output"]]
+        assert "".join(deltas) == "Hm, tea." and kinds == ["reasoning", "message"]
+        hidden = http.post("/v1/responses", json={"input": "a", "include_reasoning": False, **variables}).json()
+        assert [item["type"] for item in hidden["output"]] == ["message"]
+        assert hidden["usage"]["output_tokens_details"] == {"reasoning_tokens": num_tokens}
+        again = http.post("/v1/responses", json={"input": [HI, *told[-1]["response"]["output"], HI]})
+        assert again.status_code == 200, again.text
+        prompt = tokenizer.decode(own.engine.submitted[-1].prompt)
+        assert "I order." in prompt and "Hm, tea." not in prompt
+
+
+CALL = '<tool_call>{"name": "order", "arguments": {"what": "tea"}}</tool_call>'
+CONTINUED = pytest.mark.parametrize(
+    ("begun", "text", "told", "echoed"),
+    [
+        ("<think>I was thinking", " hard.</think>Tea.", (" hard.", "Tea.", []), ("I was thinking hard.", "Tea.", [])),
+        ("<think>I was ", "so</think>\nTea.", ("so", "Tea.", []), ("I was so", "Tea.", [])),
+        ("<think>", "Hm.</think>Tea.", ("Hm.", "Tea.", []), ("Hm.", "Tea.", [])),
+        ("<think>Hm.</thi", "nk>Tea.", ("", "Tea.", []), ("Hm.", "Tea.", [])),
+        ("<think>Hm.</think>So", " <think>", ("", " <think>", []), ("Hm.", "So <think>", [])),
+        ("So ", "<think>so", ("", "<think>so", []), ("", "So <think>so", [])),
+        ("<tool_c", "all?", ("", "all?", []), ("", "<tool_call?", [])),
+        (CALL[:40], CALL[40:] + "Ok.", ("", "Ok.", [CALL]), ("", "Ok.", [CALL])),
+        (CALL[:14], CALL[14:], ("", "", [CALL]), ("", "", [CALL])),
+        ("Ok." + CALL, CALL, ("", "", [CALL]), ("", "Ok.", [CALL, CALL])),
+    ],
+)
+
+
+@CONTINUED
+@given(data=st.data())
+def test_an_answer_that_continues_a_message_is_read_from_the_messages_beginning(
+    tokenizer: Tokenizer, begun: str, text: str, told: Any, echoed: Any, data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(text)))))
+    for echo, wanted in ((False, told), (True, echoed)):
+        said = {"role": "assistant", "content": begun}
+        body = ChatCompletionRequest(messages=[HI, said], tools=TOOLS, continue_final_message=True, echo=echo)
+        new_reader = AnswerReaders(tokenizer, "think").of(body, tokenizer.encode("a" + begun))
+        assert new_reader is not None
+        reader, calls = new_reader(), dict[int, str]()
+        parts = [reader.feed(text[a:b], is_last=b == len(text)) for a, b in pairwise([0, *cuts, len(text)])]
+        for call in (call for part in parts for call in part.calls):
+            calls[call.number] = calls.get(call.number, "") + call.arguments
+        assert reader.num_calls == len(calls)
+        assert "".join(part.reasoning for part in parts) == wanted[0]
+        assert "".join(part.content for part in parts) == wanted[1]
+        assert [calls[number] for number in range(len(calls))] == ['{"what": "tea"}'] * len(wanted[2])
+
+
+def test_a_continued_thought_reaches_clients_as_reasoning(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(str(copied_tokenizer(tmp_path, TEMPLATE)))
+    text = " hard.</think>Tea."
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    num_tokens = num_inside([detokenizer.feed([id]) for id in tokenizer.encode(text)], True)
+    messages = [HI, {"role": "assistant", "content": "<think>I was thinking" + " so" * 40}]
+    body = {"messages": messages, "continue_final_message": True}
+    with fake_service(tokenizer, tmp_path, writing(tokenizer, text)) as own, own.http() as http:
+        whole = http.post(CHAT, json=body).raise_for_status().json()
+        message = whole["choices"][0]["message"]
+        assert tokenizer.decode(own.engine.submitted[-1].prompt).endswith(" so so")
+        assert (message["reasoning_content"], message["content"]) == (" hard.", "Tea.")
+        assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == num_tokens > 0
+        assert of_stream(http, **body) == (" hard.", "Tea.", [])
+        whole_thought = "I was thinking" + " so" * 40 + " hard."
+        assert of_stream(http, **body, echo=True) == (whole_thought, "Tea.", [])
+        # the template opens the thought, and the message goes on with it
+        variables = {"chat_template_kwargs": {"inside": True}}
+        assert of_stream(http, messages=[HI], **variables)[:2] == ("hard.", "Tea.")
+
+
+def test_a_structured_output_leaves_no_room_for_reasoning(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(str(copied_tokenizer(tmp_path, TEMPLATE)))
+    variables = {"chat_template_kwargs": {"inside": True}}
+    demanded = {"tools": TOOLS, "tool_choice": "required"}
+    text = '[{"name": "stop", "parameters": {}}]'
+    with fake_service(tokenizer, tmp_path, writing(tokenizer, text)) as own, own.http() as http:
+        body = {"messages": [HI], "structured_outputs": {"json": {"type": "array"}}, **variables}
+        whole = http.post(CHAT, json=body).raise_for_status().json()
+        message = whole["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == (None, text)
+        assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+        assert of_stream(http, messages=[HI], **demanded, **variables) == ("", "", ["stop"])
+
+
+def test_the_effort_reaches_a_template_that_knows_it(tmp_path: Path, script: Any, tokenizer: Tokenizer) -> None:
+    knows = Tokenizer(str(copied_tokenizer(tmp_path, TEMPLATE)))
+    with fake_service(knows, tmp_path, script) as own, own.http() as http:
+        response = http.post(CHAT, json={"messages": [HI], "reasoning_effort": "high"})
+        assert "high" in knows.decode(own.engine.submitted[-1].prompt) and "x-secateur-ignored" not in response.headers
+        http.post("/v1/responses", json={"input": "a", "reasoning": {"effort": "low"}})
+        assert "low" in knows.decode(own.engine.submitted[-1].prompt)
+    other = tmp_path / "other"
+    other.mkdir()
+    with fake_service(tokenizer, other, script) as own, own.http() as http:
+        response = http.post(CHAT, json={"messages": [HI], "reasoning_effort": "high"})
+        assert response.headers["x-secateur-ignored"] == "reasoning_effort"
+        assert "reasoning_content" not in response.json()["choices"][0]["message"]
+
+
+def test_the_flag_decides_where_the_template_is_wrong(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    script = writing(tokenizer, "<think>Hm.</think>Tea.")
+    for parser, wanted in (("think", ("Hm.", "Tea.")), ("none", (None, "<think>Hm.</think>Tea."))):
+        folder = tmp_path / parser
+        folder.mkdir()
+        with fake_service(tokenizer, folder, script, reasoning_parser=parser) as own, own.http() as http:
+            message = http.post(CHAT, json={"messages": [HI]}).json()["choices"][0]["message"]
+            assert (message.get("reasoning_content"), message["content"]) == wanted
+
+
+def test_where_nothing_tells_reasoning_apart_no_tokens_of_it_are_told(http: httpx2.Client) -> None:
+    chat = http.post(CHAT, json={"messages": [HI]}).json()
+    assert "reasoning_tokens" not in chat["usage"]["completion_tokens_details"]
+    message = chat["choices"][0]["message"]
+    assert "reasoning_content" not in message and message["reasoning"] is None, "vLLM's clients read a null"
+    response = http.post("/v1/responses", json={"input": "a"}).json()
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_templates_get_earlier_reasoning_under_both_names(tmp_path: Path, script: Any, name: str) -> None:
+    template = "{% for m in messages %}{{ m.reasoning }}|{{ m.reasoning_content }}|{% endfor %}</think>"
+    tokenizer = Tokenizer(str(copied_tokenizer(tmp_path, template)))
+    with fake_service(tokenizer, tmp_path, script) as own, own.http() as http:
+        said = {"role": "assistant", "content": "a", name: "Hm."}
+        assert http.post(CHAT, json={"messages": [HI, said, HI]}).status_code == 200
+        assert tokenizer.decode(own.engine.submitted[-1].prompt) == "||Hm.|Hm.|||</think>"
