@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import BadRequest, HttpError
-from cluster.http import server
+from cluster.http.routes import completions
 from cluster.openai.output_processor import Generation
 from cluster.openai.request_params import SeedSource
 from cluster.openai.resumption import EventId, Origin, Place, Replay, split
@@ -201,7 +201,7 @@ def test_an_id_outlives_its_service(own: Callable[..., FakeService], tokenizer: 
 
 
 def test_a_replay_keeps_the_connection_alive(own: Callable[..., FakeService], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(completions, "KEEP_ALIVE_S", 0.05)
     body = {"prompt": "a", "max_tokens": 12, "stream": True, "ignore_eos": True}
     with own(script=lambda submit: [[5]] * 12, engine={"step_s": 0.03}).http() as http:
         whole = http.post(COMPLETIONS, json=body).text

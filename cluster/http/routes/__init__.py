@@ -1,0 +1,1 @@
+"""The routes of the service, by resource. Each module adds its own to an application."""

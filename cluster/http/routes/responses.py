@@ -1,0 +1,151 @@
+"""/v1/responses: an answer as items, and what is stored of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from cluster.errors import BadRequest, not_found
+from cluster.http.openapi import STREAM, WITH_BODY, errors
+from cluster.http.replies import caller_of, ignored_header, json_reply
+from cluster.http.routes.batches import After, NumEntries, Order
+from cluster.http.service import RequestHead, Service
+from cluster.openai.output_processor import Generation
+from cluster.openai.request_params import ineffective_settings
+from cluster.openai.responses_api import (
+    ResponseBuilder,
+    StoredResponse,
+    chat_of,
+    events_of,
+    in_words_of_responses,
+)
+from cluster.openai.streaming import EventStream, cancel_on_disconnect, merge, prepend
+from secateur.requests import (
+    ChatCompletionRequest,
+)
+from secateur.responses import (
+    IDEMPOTENCY_HEADER,
+    LAST_EVENT_ID_HEADER,
+)
+from secateur.responses_api import DeletedResponse, InputItems, InputTokens, ResponseObject, ResponsesRequest
+
+
+def add_response_routes(app: FastAPI, service: Service) -> None:
+    """Add the routes that answer and count."""
+
+    async def prompt_of(
+        body: ResponsesRequest, request: Request
+    ) -> tuple[ResponsesRequest, list[dict[str, Any]], ChatCompletionRequest, list[int]]:
+        """Return a request without references, the conversation before it, the chat that answers it, and its prompt."""
+        owner = service.owner(request)
+        body = service.responses.resolve(body, owner)
+        history = service.responses.history(body.previous_response_id, owner)
+        chat = service.accept(chat_of(body, history))
+        return body, history, chat, await service.tokenize_chat(chat, add_special_tokens=chat.add_special_tokens)
+
+    @app.post("/v1/responses", response_model=ResponseObject, responses={200: STREAM, **WITH_BODY})
+    @cancel_on_disconnect
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        arrival = time.perf_counter()
+        with in_words_of_responses():
+            service.check_body(body)
+            if LAST_EVENT_ID_HEADER in request.headers:
+                raise BadRequest(
+                    "Last-Event-ID: streams of /v1/responses cannot be continued; leave the header out, or use "
+                    "/v1/chat/completions",
+                    param=None,
+                    code="not_resumable",
+                )
+            body, history, chat, prompt = await prompt_of(body, request)
+            new_reader = service.answers.of(chat, prompt)
+            key = request.headers.get(IDEMPOTENCY_HEADER)
+            head = RequestHead(request_id=request.state.request_id, arrival=arrival, idempotency_key=key)
+            [generation] = await service.prepare(chat, [prompt], head)
+        builder = ResponseBuilder(body, chat, service.model_id, service.tokenizer, new_reader, service.replica)
+        return await respond(service, body, builder, generation, history, head.wait_s(chat), request)
+
+    @app.post("/v1/responses/input_tokens", response_model=InputTokens, responses=WITH_BODY)
+    @cancel_on_disconnect
+    async def input_tokens(body: ResponsesRequest, request: Request) -> Response:
+        with in_words_of_responses():
+            service.check_body(body)
+            _, _, _, prompt = await prompt_of(body, request)
+        return json_reply(InputTokens(input_tokens=len(prompt)), ignored_header(request, body.ignored()))
+
+
+def add_stored_response_routes(app: FastAPI, service: Service) -> None:
+    """Add the routes of what is stored."""
+
+    @app.post("/v1/responses/compact", include_in_schema=False)
+    async def compact() -> Response:
+        raise not_found(
+            "compaction is not implemented: no item here stands for a conversation that only this service could read; "
+            "let /v1/responses write a summary, and begin a new conversation with it",
+            code="not_implemented",
+        )
+
+    @app.get("/v1/responses/{id}", response_model=ResponseObject, responses=errors(404))
+    async def response(id: str, request: Request) -> Response:
+        stored = service.responses.get(id, service.owner(request))
+        return Response(stored.response, media_type="application/json")
+
+    @app.delete("/v1/responses/{id}", response_model=DeletedResponse, responses=errors(404))
+    async def delete_response(id: str, request: Request) -> Response:
+        service.responses.delete(id, service.owner(request))
+        return json_reply(DeletedResponse(id=id))
+
+    @app.post("/v1/responses/{id}/cancel", response_model=ResponseObject, responses=errors(400, 404))
+    async def cancel_response(id: str, request: Request) -> Response:
+        service.responses.get(id, service.owner(request))
+        raise BadRequest("Cannot cancel a synchronous response. To end a running one, close its connection", param=None)
+
+    @app.get("/v1/responses/{id}/input_items", response_model=InputItems, responses=errors(400, 404))
+    async def input_items(
+        id: str, request: Request, limit: NumEntries = 20, after: After = None, order: Order = "desc"
+    ) -> Response:
+        owner = service.owner(request)
+        return json_reply(service.responses.input_items(id, owner, limit=limit, after=after, order=order))
+
+
+async def respond(
+    service: Service,
+    body: ResponsesRequest,
+    builder: ResponseBuilder,
+    generation: Generation,
+    history: list[dict[str, Any]],
+    wait_s: float | None,
+    request: Request,
+) -> Response:
+    """Run the request in the engine; return the whole response, or its events. Store the conversation at its end.
+
+    wait_s: how long the first token may take.
+    """
+
+    def finished() -> StoredResponse:
+        return StoredResponse.of(service.owner(request), body, history, builder.response)
+
+    def keep(finished: StoredResponse) -> None:
+        if body.store:
+            service.responses.put(finished)
+
+    headers = ignored_header(request, [*body.ignored(), *ineffective_settings(body.speculative, service.limits)])
+    caller, trace = caller_of(request), service.tracing.of(request.headers)
+    deltas = merge([generation.stream(service.engine, service.metrics, caller, trace)])
+    try:
+        first = await service.admission.first(deltas, wait_s)  # errors before it get their own HTTP status
+        if body.stream:
+            return EventStream(events_of(builder, generation, first, deltas, lambda: keep(finished())), deltas, headers)
+        async with aclosing(deltas):
+            async for _, delta in prepend(first, deltas):
+                builder.feed(delta)
+    finally:
+        service.engine.release([generation.submit.id])
+    builder.end(generation)
+    stored = await asyncio.to_thread(finished) if body.has_logprobs else finished()  # as in `generate`
+    keep(stored)
+    return Response(stored.response, media_type="application/json", headers=headers)
