@@ -331,11 +331,11 @@ def test_the_proxies_of_every_pod_load_our_limits_and_errors() -> None:
     assert f"\nENV {name}={callback}\n" in (MANIFESTS / "Dockerfile").read_text()
 
 
-def test_the_image_finds_dead_proxies_as_soon_as_the_command_does() -> None:
-    from cluster.serve.ray_cluster import DEAD_PEER
+def test_the_image_sets_what_the_command_sets_for_dead_peers_and_priority() -> None:
+    from cluster.serve.ray_cluster import DEAD_PEER, PRIORITY
 
     lines = (MANIFESTS / "Dockerfile").read_text().splitlines()
-    assert {f"ENV {name}={value}" for name, value in DEAD_PEER.items()} <= set(lines)
+    assert {f"ENV {name}={value}" for name, value in {**DEAD_PEER, **PRIORITY}.items()} <= set(lines)
 
 
 def test_the_head_checks_proxies_and_replicas_as_the_command_does(service: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ class Worker:
 
     def __init__(self, config: str, rank: int, packages: str) -> None:
         check_packages(packages)
+        warn_if_nice()
         self._rank = rank
         self._host = ray.util.get_node_ip_address()
         self._starter = RankStarter(EngineConfig.from_json(config), interface_env(self._host))
@@ -75,6 +77,17 @@ class Worker:
         if self._process is not None:
             self._process.kill(why)
             await asyncio.to_thread(self._process.process.wait)
+
+
+def warn_if_nice() -> None:
+    """Log a warning if this process, a worker of Ray, has a lower priority than the Ray that has started it."""
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    if nice > os.getpriority(os.PRIO_PROCESS, os.getppid()):
+        logger.warning(
+            "Ray runs its workers at nice %d, so that beside other processes they get what is left of the processor: "
+            "set RAY_worker_niceness=0 in the environment of `ray start`, on the head and on every other node",
+            nice,
+        )
 
 
 def packages_folder() -> str:

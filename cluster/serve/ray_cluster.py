@@ -45,6 +45,10 @@ DEAD_PEER = {
 loop waits for the answer, for one stream after the other. By default each wait takes a second, and with 15 streams
 Serve would take the replica for dead, too."""
 
+PRIORITY = {"RAY_worker_niceness": "0"}
+"""Ray's workers, and so replicas and ranks, get Ray's own priority. By default they run at nice 15, and get what other
+processes leave of the processor."""
+
 
 @contextmanager
 def ray_cluster(address: str | None, signals: StopSignals, progress: Progress) -> Iterator[None]:
@@ -67,7 +71,7 @@ def local_cluster(signals: StopSignals, progress: Progress) -> Iterator[None]:
     if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         # Ray enables token authentication by default, and would write a token to the user's home without this one.
         environment |= {"RAY_AUTH_TOKEN": _token()}
-    defaults = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PROXY_START_S), **CHECKS, **DEAD_PEER}
+    defaults = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PROXY_START_S), **CHECKS, **DEAD_PEER, **PRIORITY}
     environment |= {name: value for name, value in defaults.items() if name not in os.environ}
     saved = {name: os.environ.get(name) for name in (*environment, "RAY_AUTH_MODE")}
     os.environ.update(environment)

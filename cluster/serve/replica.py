@@ -23,6 +23,7 @@ from cluster.engine.engine_client import EngineClient
 from cluster.engine.engine_restart import EngineRestart
 from cluster.http.server import create_app
 from cluster.local_service import build_service
+from cluster.serve.actors import warn_if_nice
 from cluster.serve.progress import report_stage
 from cluster.serve.refusals import ReplicaMark
 from cluster.serve.worker_group import WorkerGroup
@@ -47,6 +48,7 @@ class Replica:
 
     async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         _log_through_serve()
+        warn_if_nice()
         _bind_replica_to_its_node()
         report_stage("reading the model's configuration and tokenizer")
         key = None if args.get("api_key_file") else os.environ.get("SECATEUR_API_KEY") or None

@@ -71,6 +71,15 @@ def test_an_address_without_an_interface_sets_none(address: list[str]) -> None:
     own._starter.close()
 
 
+@pytest.mark.parametrize(("nice", "is_told"), [(15, True), (5, False)], ids=["nicer", "as Ray"])
+def test_an_actor_that_is_nicer_than_its_ray_says_what_to_set(
+    address: list[str], nice: int, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "getpriority", lambda which, pid: nice if pid == 0 else 5)
+    worker(bundled())._starter.close()
+    assert ("at nice 15" in caplog.text and "set RAY_worker_niceness=0" in caplog.text) == is_told
+
+
 @pytest.fixture
 def front() -> Iterator[str]:
     """The address of a front that never says anything: a rank that gets so far waits for it."""

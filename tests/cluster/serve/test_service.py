@@ -79,6 +79,13 @@ def test_every_rank_is_a_process_of_its_own(url: str) -> None:
     assert len({entry["pid"] for entry in ranks} | {os.getpid()}) == 4
 
 
+def test_no_process_of_the_service_is_nicer_than_what_started_it(url: str) -> None:
+    """Ray starts its workers at nice 15, unless told otherwise: beside anything else they would get what is left."""
+    nice = {str(process): process.nice() for process in psutil.Process().children(recursive=True)}
+    assert any("verifier" in name for name in nice)
+    assert set(nice.values()) == {psutil.Process().nice()}
+
+
 def test_speculation_changes_no_greedy_answer(url: str) -> None:
     with Client(url) as client:
         drafted = client.complete(PROMPT, **GREEDY, return_speculative_stats=True)
