@@ -6,6 +6,9 @@ It runs once, before any process starts, and does not initialise CUDA.
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +16,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from cluster.system.cores import num_cores
+from cluster.system.progress import Progress
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tokenizer_files import lacking_package
 from secateur.config import EngineArgs, SpeculativeConfig, resolve_model
@@ -25,8 +29,8 @@ from workers.models.config_json import read_json
 from workers.models.gguf import convert_weights, describe, is_gguf
 from workers.models.hub import fetch_weights as fetch_from_hub
 from workers.models.hub import resolve_path
-from workers.models.readers import read_draft_spec, read_spec
-from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, check_heads, check_parallel
+from workers.models.readers import check_kinds, read_draft_spec, read_spec
+from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, Specs, check_heads, check_parallel
 
 _SOME_MESSAGES = [{"role": "user", "content": ""}]
 _UNKNOWN_MODEL_LEN = 2048  # the placement does not depend on it
@@ -108,10 +112,17 @@ def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineCon
     Downloads the configuration and tokenizer of a Hugging Face id that is not in the local cache; `fetch_weights`
     downloads the weights. Raises ConfigError.
     """
+    return read_engine(args, num_gpus=num_gpus)[0]
+
+
+def read_engine(args: EngineArgs, *, num_gpus: int | None = None) -> tuple[EngineConfig, Specs]:
+    """Return what `engine_config` does, and what was read of the models for it, so that it need not be read again."""
     args = resolve_devices(args, num_gpus=num_gpus)
     config = placement_config(args)
     path = model_folder(args.model, args.revision)
+    draft = None if config.draft is None else _with_folder(config.draft, path)
     try:
+        check_kinds(path, draft)  # first, because reading takes seconds of imports
         spec = read_spec(path)
         check_parallel(spec, config.tensor_parallel_size)
     except (ValueError, FileNotFoundError) as error:
@@ -124,8 +135,21 @@ def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineCon
         eos_token_ids=spec.eos_token_ids,
     )
     sampling_defaults(args, config.model_path)  # report an invalid generation_config.json before anything starts
-    draft = config.draft and _checked_draft(config.draft, path, spec)
-    return replace(config, draft=draft, threads=_threads(args, config))
+    draft_spec = None if draft is None else _read_draft(draft, spec)
+    config = replace(config, draft=draft, threads=_threads(args, config))
+    return config, Specs(target=spec, draft=draft_spec)
+
+
+def check_local_models(args: EngineArgs) -> None:
+    """Refuse models in folders of this machine that are of the wrong kind. Takes no slow import. Raises ConfigError."""
+    config = placement_config(resolve_devices(args, num_gpus=None))
+    names = [args.model, *([config.draft.model_path] if config.draft and config.draft.method != "ngram" else [])]
+    if all(Path(resolve_model(name)).expanduser().is_dir() for name in names):
+        path = model_folder(args.model)
+        try:
+            check_kinds(path, config.draft and _with_folder(config.draft, path))
+        except (ValueError, FileNotFoundError) as error:
+            raise ConfigError(str(error)) from error
 
 
 def load_tokenizer(args: EngineArgs, config: EngineConfig) -> Tokenizer:
@@ -134,11 +158,26 @@ def load_tokenizer(args: EngineArgs, config: EngineConfig) -> Tokenizer:
     if problem := lacking_package(folder):  # transformers would guess the file's format and warn
         raise ConfigError(Problem("tokenizer", problem))
     try:
-        return Tokenizer(str(folder))
+        with _without_torch():
+            return Tokenizer(str(folder))
     except Exception as error:  # transformers raises many kinds for files that it cannot read
         reason = f"none could be read from {folder} ({_first_line(error)})"
         message = f"{reason}; name a folder or a Hugging Face id that has one"
         raise ConfigError(Problem("tokenizer", message)) from error
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """Keep transformers from importing torch, unless that is done: a tokenizer needs none, and it takes seconds."""
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # documented: None raises ModuleNotFoundError
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that models cannot run
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
 
 
 def _first_line(error: Exception) -> str:
@@ -179,12 +218,13 @@ def sampling_defaults(args: EngineArgs, model_path: str) -> dict[str, Any]:
     return {name: getattr(request, name) for name in given}
 
 
-def fetch_weights(args: EngineArgs, config: EngineConfig) -> None:
+def fetch_weights(args: EngineArgs, config: EngineConfig, progress: Progress | None = None) -> None:
     """Download the weights of Hugging Face ids that are not in the local cache, and convert those of GGUF files.
 
-    Call it last, when all arguments are checked. config: what `engine_config` returned for `args`. Raises ConfigError
-    if a model has no weights.
+    Call it last, when all arguments are checked. config: what `engine_config` returned for `args`. progress: is told
+    what takes long. Raises ConfigError if a model has no weights.
     """
+    progress = progress or Progress(is_shown=False)
     names = [(args.model, config.model_path)]
     if config.draft is not None and config.draft.method not in ("ngram", "mtp"):  # mtp layers come with the target
         assert args.speculative_config is not None and args.speculative_config.model is not None
@@ -193,9 +233,13 @@ def fetch_weights(args: EngineArgs, config: EngineConfig) -> None:
         source = Path(resolve_model(name)).expanduser()
         try:
             if is_gguf(source):
-                convert_weights(source, Path(folder))
+                with progress.during(f"converting the weights of {source.name}, unless that is done"):
+                    convert_weights(source, Path(folder))
+            elif source.is_dir():
+                fetch_from_hub(str(source), Path(folder))  # checks that they are there
             else:
-                fetch_from_hub(str(source), Path(folder))
+                with progress.during("fetching weights that are not here yet"):
+                    fetch_from_hub(str(source), Path(folder))
         except (FileNotFoundError, ValueError) as error:
             raise ConfigError(str(error)) from error
 
@@ -219,22 +263,23 @@ def _user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "secateur"
 
 
-def _checked_draft(draft: DraftConfig, target_path: Path, target: ModelSpec) -> DraftConfig:
-    """Return the drafter's configuration with its folder. Raises ConfigError if the drafter does not fit the target."""
-    match draft.method:
-        case "ngram":
-            return draft
-        case "mtp":
-            path = target_path
-            _check_chain_of(draft.tree, target.num_mtp_layers)
-        case _:
-            path = model_folder(draft.model_path)
-    draft = replace(draft, model_path=str(path))
+def _with_folder(draft: DraftConfig, target: Path) -> DraftConfig:
+    """Return the drafter's configuration with its folder. Raises ConfigError. target: the target's folder."""
+    if draft.method == "ngram":
+        return draft
+    return replace(draft, model_path=str(target if draft.method == "mtp" else model_folder(draft.model_path)))
+
+
+def _read_draft(draft: DraftConfig, target: ModelSpec) -> DraftSpec | None:
+    """Read the drafter's configuration. Raises ConfigError if the drafter does not fit the target."""
+    if draft.method == "mtp":
+        _check_chain_of(draft.tree, target.num_mtp_layers)
     try:
-        _check_draft_parallel(read_draft_spec(draft, target), draft.tensor_parallel_size)
+        spec = read_draft_spec(draft, target)
+        _check_draft_parallel(spec, draft.tensor_parallel_size)
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error).replace("tensor_parallel_size", "draft_tensor_parallel_size")) from error
-    return draft
+    return spec
 
 
 def _check_draft_parallel(spec: DraftSpec | None, size: int) -> None:

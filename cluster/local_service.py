@@ -13,7 +13,7 @@ from pathlib import Path
 
 import uvicorn
 
-from cluster.convert import engine_config, fetch_weights, sampling_defaults, visible_gpus, with_tokenizer
+from cluster.convert import fetch_weights, read_engine, sampling_defaults, visible_gpus, with_tokenizer
 from cluster.engine.engine_client import EngineClient
 from cluster.engine.local_engine import LocalEngine
 from cluster.http.api_keys import KeyFile
@@ -101,10 +101,10 @@ def local_service(args: EngineArgs, progress: Progress | None = None) -> Iterato
         check_tls(args.ssl_certfile, args.ssl_keyfile)
     with listening_socket(args.host, args.port) as sock:  # first, because the rest takes seconds, or a download
         with progress.during("reading the model's configuration and tokenizer"):
-            config, tokenizer = with_tokenizer(args, engine_config(args, num_gpus=visible_gpus()))
-        with progress.during("fetching weights that are not here yet"):
-            fetch_weights(args, config)
-        thread = _ServiceThread(args, config, tokenizer, sock)
+            config, specs = read_engine(args, num_gpus=visible_gpus())
+            config, tokenizer = with_tokenizer(args, config)
+        fetch_weights(args, config, progress)
+        thread = _ServiceThread(args, LocalEngine(config, specs, restarts=True), tokenizer, sock)
         thread.start()
         try:
             with progress.during(thread.stage(), stage=thread.stage):
@@ -118,11 +118,10 @@ def local_service(args: EngineArgs, progress: Progress | None = None) -> Iterato
 class _ServiceThread(threading.Thread):
     """Runs the event loop of the engine client and the HTTP server. The engine's processes die with this thread."""
 
-    def __init__(self, args: EngineArgs, config: EngineConfig, tokenizer: Tokenizer, sock: socket.socket) -> None:
+    def __init__(self, args: EngineArgs, engine: LocalEngine, tokenizer: Tokenizer, sock: socket.socket) -> None:
         super().__init__(name="secateur-service", daemon=True)
         self._args = args
-        self._engine = LocalEngine(config, restarts=True)
-        self._config = config
+        self._engine = engine
         self._tokenizer = tokenizer
         self._sock = sock
         self._up = threading.Event()
@@ -167,7 +166,9 @@ class _ServiceThread(threading.Thread):
             self._engine as client,
         ):
             await tokenizer_pool.ready()
-            service = build_service(self._args, self._config, client, self._tokenizer, tokenizer_pool, replica="local")
+            service = build_service(
+                self._args, self._engine.config, client, self._tokenizer, tokenizer_pool, replica="local"
+            )
             app = create_app(service)
             server = uvicorn.Server(
                 uvicorn.Config(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from cluster.convert import engine_config, fetch_weights, visible_gpus, with_tokenizer
+from cluster.convert import fetch_weights, read_engine, visible_gpus, with_tokenizer
 from cluster.engine.local_engine import LocalEngine
 from cluster.errors import BadRequest, HttpError
 from cluster.http.service import RequestHead, Service
@@ -40,7 +40,8 @@ class OfflineEngine:
 
     def __init__(self, args: EngineArgs) -> None:
         self._args = args
-        self._config, self._tokenizer = with_tokenizer(args, engine_config(args, num_gpus=visible_gpus()))
+        config, self._specs = read_engine(args, num_gpus=visible_gpus())
+        self._config, self._tokenizer = with_tokenizer(args, config)
         fetch_weights(args, self._config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="secateur-offline", daemon=True)
@@ -84,7 +85,7 @@ class OfflineEngine:
 
     async def _start(self) -> Service:
         pool = await self._running.enter_async_context(TokenizerPool(self._tokenizer))
-        client = await self._running.enter_async_context(LocalEngine(self._config, restarts=True))
+        client = await self._running.enter_async_context(LocalEngine(self._config, self._specs, restarts=True))
         await pool.ready()
         service = build_service(self._args, self._config, client, self._tokenizer, pool, replica="offline")
         service.admission.max_pending = sys.maxsize  # `_run` bounds how many there are

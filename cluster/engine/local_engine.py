@@ -201,11 +201,12 @@ class EngineProcesses:
 class LocalEngine:
     """Socket, processes and supervision of one engine. An async context manager that yields its EngineClient.
 
-    restarts: whether an engine that dies is replaced, after which its requests go on.
+    specs: of the configuration's models, if they have been read. restarts: whether an engine that dies is replaced,
+    after which its requests go on.
     """
 
-    def __init__(self, config: EngineConfig, *, restarts: bool = False) -> None:
-        self.config = config
+    def __init__(self, config: EngineConfig, specs: Specs | None = None, *, restarts: bool = False) -> None:
+        self.config, self._specs = config, specs
         self.client = EngineClient()
         self.stage = f"starting the engine's {config.world_size} processes"
         """What the start is doing, for progress lines."""
@@ -250,10 +251,11 @@ class LocalEngine:
         loop = asyncio.get_running_loop()
         assert self._folder is not None and self._starter is not None
         front = await self.client.listen(f"unix:{self._folder.path}/engine.sock")
-        specs = await asyncio.to_thread(read_specs, self.config)
+        if self._specs is None:
+            self._specs = await asyncio.to_thread(read_specs, self.config)
         self._processes = EngineProcesses(
             self.config,
-            specs,
+            self._specs,
             self._starter,
             front,
             on_death=lambda reason: _call(loop, self.client.on_loss, reason),

@@ -35,9 +35,10 @@ SERVE_HEADROOM = 1024
 let them wait, and ask again every half second. Answers that their clients have not yet read count, too."""
 
 
-def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
+def build(args: AppArgs | Mapping[str, Any], *, read: Mapping[str, str] | None = None) -> ray_serve.Application:
     """Build the Serve application of one model. Raises ConfigError.
 
+    read: see `Replica`.
     It validates the arguments itself: Serve converts a config file's dict only if the annotation is a class at run
     time.
     """
@@ -89,7 +90,7 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
         placement_group_strategy=group.strategy,
         placement_group_bundles=bundles,
     )
-    return deployment(ray_serve.ingress()(Replica)).bind(engine_args.model_dump(exclude_unset=True))
+    return deployment(ray_serve.ingress()(Replica)).bind(engine_args.model_dump(exclude_unset=True), read)
 
 
 def _colocated_where_needed(args: EngineArgs, num_gpus: int, on_one: bool) -> EngineArgs:

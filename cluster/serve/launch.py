@@ -6,21 +6,23 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import httpx2
 import ray
+import ray.serve._private.api
+import ray.serve._private.client
 from ray import serve as ray_serve
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 
-from cluster.convert import engine_config, fetch_weights, resolve_devices, visible_gpus, with_tokenizer
+from cluster.convert import fetch_weights, read_engine, resolve_devices, visible_gpus, with_tokenizer
 from cluster.serve import proxy
 from cluster.serve.app import build
 from cluster.serve.controller import APP_NAME, delete_application, get_controller, loss_reason, start_failure
 from cluster.serve.progress import current_stage
-from cluster.serve.ray_cluster import ray_cluster
+from cluster.serve.ray_cluster import first_sentence, ray_cluster, start_limit_s, wait_longer
 from cluster.serve.signals import StopSignals
 from cluster.system.listening import base_url, check_port, listening_socket
 from cluster.system.processes import descendants, is_running, name_of
@@ -49,15 +51,16 @@ def serve(args: EngineArgs) -> None:
 
     Raises ConfigError before anything is started, SecateurError if the engine does not start or is lost.
     """
-    remote, progress = os.environ.get("RAY_ADDRESS"), Progress()
+    remote, progress, read = os.environ.get("RAY_ADDRESS"), Progress(), None
     try:
         if not remote:
             with progress.during("reading the model's configuration and tokenizer"):
                 args = resolve_devices(args, num_gpus=visible_gpus())
-                config, _ = with_tokenizer(args, engine_config(args))  # reports an unsupported model early
-            with progress.during("fetching weights that are not here yet"):
-                fetch_weights(args, config)
-        with running(args, address=remote, progress=progress) as url:
+                config, specs = read_engine(args)  # reports an unsupported model early
+                config, _ = with_tokenizer(args, config)
+            fetch_weights(args, config, progress)
+            read = {"config": config.to_json(), "specs": specs.to_json()}
+        with running(args, address=remote, progress=progress, read=read) as url:
             print(f"Secateur serves {args.model_id} at {url}/v1 (Ctrl-C stops it)", flush=True)
             if remote:  # Serve watches it there; the URL may not be reachable
                 signal.pause()
@@ -67,30 +70,42 @@ def serve(args: EngineArgs) -> None:
 
 
 @contextmanager
-def running(args: EngineArgs, *, address: str | None = None, progress: Progress | None = None) -> Iterator[str]:
+def running(
+    args: EngineArgs,
+    *,
+    address: str | None = None,
+    progress: Progress | None = None,
+    read: Mapping[str, str] | None = None,
+) -> Iterator[str]:
     """Run the service while the context lasts, and yield its base URL.
 
     Starts a Ray on this machine unless `address` names a cluster. SIGINT and SIGTERM raise KeyboardInterrupt inside
-    the context.
+    the context. read: see `Replica`.
     """
     progress = progress or Progress()
     with StopSignals() as signals, ray_cluster(address, signals, progress):
-        yield from _deploy(args, address, signals, progress)
+        yield from _deploy(args, address, signals, progress, read)
 
 
-def _deploy(args: EngineArgs, address: str | None, signals: StopSignals, progress: Progress) -> Iterator[str]:
+def _deploy(
+    args: EngineArgs,
+    address: str | None,
+    signals: StopSignals,
+    progress: Progress,
+    read: Mapping[str, str] | None,
+) -> Iterator[str]:
     app = AppArgs.from_engine_args(args)
     # Serve retries a failed constructor 20 times by default; that does not help a wrong configuration.
     options = {"max_constructor_retry_count": 1, "graceful_shutdown_timeout_s": args.shutdown_timeout}
     # An error here leaves no Serve behind: on a cluster a Serve that was started keeps running.
-    application = build(app.model_copy(update={"deployment_config": options}))
-    with progress.during("starting Ray Serve"):
+    application = build(app.model_copy(update={"deployment_config": options}), read=read)
+    with progress.during("starting Ray Serve"), _naming_slow_starts():
         url = _start_own_serve(args) if address is None else _find_or_start_serve(args)
     controller = get_controller()
     must_delete = address is not None  # other applications on a shared cluster stay; the end of our Ray ends ours
     try:
         try:
-            with progress.during("starting the service's process", stage=current_stage):
+            with progress.during("starting the service's process", stage=current_stage), _naming_slow_starts():
                 ray_serve.run(application, name=APP_NAME, route_prefix="/")
         except RuntimeError as error:
             raise SecateurError(f"the service did not start: {start_failure() or error}") from error
@@ -106,6 +121,17 @@ def _deploy(args: EngineArgs, address: str | None, signals: StopSignals, progres
         if must_delete:
             with progress.during("letting running answers end"):
                 delete_application(controller, args.shutdown_timeout)
+
+
+@contextmanager
+def _naming_slow_starts() -> Iterator[None]:
+    """Let Serve wait for its processes as long as Ray does, and say what to set if it still gives up."""
+    for module in (ray.serve._private.api, ray.serve._private.client):  # no setting changes it
+        module.HTTP_PROXY_TIMEOUT = start_limit_s()
+    try:
+        yield
+    except (TimeoutError, ray.exceptions.RayError) as error:
+        raise SecateurError(f"Ray Serve did not start: {first_sentence(error)}; {wait_longer()}") from error
 
 
 def watch(url: str) -> None:

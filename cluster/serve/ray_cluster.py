@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from typing import Any
 
 import ray
 import ray._private.ray_constants
+import ray._private.services
 import ray._private.utils
 
 from cluster.serve import proxy
 from cluster.serve.actors import packages_folder
 from cluster.serve.progress import clear_stage
 from cluster.serve.signals import StopSignals
-from cluster.system.processes import descendants, wait_gone
+from cluster.system.processes import descendants, is_running, name_of, wait_gone
 from cluster.system.progress import Progress
 from secateur.errors import SecateurError
 
@@ -27,8 +31,9 @@ logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 128 << 20  # Secateur stores no objects
 PROCESS_EXIT_TIMEOUT_S = 5.0
-PROXY_START_S = 60
-"""Serve gives its proxy this long to start; by default 5 seconds, which are too few on a busy machine."""
+START_VARIABLE, START_S = "RAY_raylet_start_wait_time_s", 300
+"""The variable that sets how long each of Ray's processes may take to start, and its default here. Ray's own limits, 5
+to 60 seconds, are too short on a busy machine."""
 CHECKS = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
@@ -71,23 +76,14 @@ def local_cluster(signals: StopSignals, progress: Progress) -> Iterator[None]:
     if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         # Ray enables token authentication by default, and would write a token to the user's home without this one.
         environment |= {"RAY_AUTH_TOKEN": _token()}
-    defaults = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PROXY_START_S), **CHECKS, **DEAD_PEER, **PRIORITY}
+    defaults = {**_start_limits(), **CHECKS, **DEAD_PEER, **PRIORITY}
     environment |= {name: value for name, value in defaults.items() if name not in os.environ}
     saved = {name: os.environ.get(name) for name in (*environment, "RAY_AUTH_MODE")}
     os.environ.update(environment)
     others = set(descendants())
     try:
-        with progress.during("starting Ray"), _on_loopback():
-            try:
-                ray.init(
-                    address="local",
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                )
-            except OSError as error:  # for example, if the path of its sockets is too long
-                raise SecateurError(f"Ray did not start: {error}; set TMPDIR to a folder with a short path") from error
+        with progress.during("starting Ray"), _on_loopback(), _asking_longer():
+            _start(signals, progress, others)
         signals.install()
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         yield
@@ -115,6 +111,83 @@ def _remote_cluster(address: str, signals: StopSignals, progress: Progress) -> I
     finally:
         signals.clean_up()
         _shut_down(signals)
+
+
+def _start(signals: StopSignals, progress: Progress, others: set[int]) -> None:
+    """Start Ray, and once more if it fails. others: this process's descendants that are not Ray's."""
+    for is_last in (False, True):
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=OBJECT_STORE_BYTES,
+            )
+            return
+        except Exception as error:  # Ray raises many kinds, even Exception itself
+            reason = first_sentence(error)
+            if isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError):
+                # For example, the path of its sockets is too long.
+                told = f"Ray did not start: {reason}; set TMPDIR to a folder with a short path"
+                raise SecateurError(told) from error
+            if is_last:
+                raise SecateurError(f"Ray did not start: {reason}; {wait_longer()}") from error
+            progress.say(f"Ray did not start, and is started once more: {reason}")
+            _shut_down(signals)
+            _kill_leftovers(set(descendants()) - others)
+
+
+def start_limit_s() -> int:
+    """Return how long each of Ray's processes may take to start."""
+    return int(os.environ.get(START_VARIABLE, START_S))
+
+
+def wait_longer() -> str:
+    """Return the advice for a start that took too long."""
+    now = start_limit_s()
+    longer = f"{START_VARIABLE}={3 * now} (seconds, now {now})"
+    return f"if this machine is busy, start again when it is less so, or with {longer} in the environment"
+
+
+def first_sentence(error: Exception) -> str:
+    """Return the beginning of an error of Ray, which may go on for pages."""
+    return re.split(r"\.?\s*\n|\.\s+|\.$", str(error).strip() or type(error).__name__, maxsplit=1)[0]
+
+
+def _start_limits() -> dict[str, str]:
+    seconds = start_limit_s()
+    return {
+        "RAY_gcs_server_port_wait_time_s": f"{seconds}",
+        "RAY_agent_register_timeout_ms": f"{1000 * seconds}",
+        "RAY_worker_register_timeout_seconds": f"{seconds}",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": f"{seconds}",
+    }
+
+
+@contextmanager
+def _asking_longer() -> Iterator[None]:
+    """Let Ray wait for its node as long as for other processes. It waits 30 s, whatever is set."""
+    services, ask = ray._private.services, ray._private.services.get_node
+
+    def get_node(*address: str) -> Any:
+        deadline = time.monotonic() + start_limit_s()
+        while True:
+            try:
+                return ask(*address)
+            except RuntimeError:  # it is not known yet
+                if time.monotonic() >= deadline:
+                    raise
+                if not any(name_of(pid) == "raylet" and is_running(pid) for pid in descendants()):
+                    # After 15 s without a sign of an agent, a time that cannot be set.
+                    raise ConnectionError("its raylet has ended") from None
+            time.sleep(0.1)
+
+    services.get_node = get_node
+    try:
+        yield
+    finally:
+        services.get_node = ask
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -18,7 +19,14 @@ from ray import serve as ray_serve
 from ray.exceptions import TaskCancelledError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.convert import engine_config, fetch_weights, placement_config, resolve_devices, with_tokenizer
+from cluster.convert import (
+    fetch_weights,
+    load_tokenizer,
+    placement_config,
+    read_engine,
+    resolve_devices,
+    with_tokenizer,
+)
 from cluster.engine.engine_client import EngineClient
 from cluster.engine.engine_restart import EngineRestart
 from cluster.http.server import create_app
@@ -31,6 +39,8 @@ from cluster.text.tokenizer_pool import TokenizerPool
 from secateur.api_keys import check_api_keys
 from secateur.batch_dir import check_batch_dir
 from secateur.config import EngineArgs
+from workers.config import EngineConfig
+from workers.models.specs import Specs
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +56,10 @@ class Replica:
 
     _serving = False  # until the constructor has succeeded
 
-    async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, args: dict[str, Any], read: Mapping[str, str] | None = None
+    ) -> None:
+        """Start. read: `EngineConfig` and `Specs` as JSON, if this machine has read and fetched the models already."""
         _log_through_serve()
         warn_if_nice()
         _bind_replica_to_its_node()
@@ -64,9 +77,7 @@ class Replica:
         group = ray.util.get_current_placement_group()
         self._worker_group = WorkerGroup(placed, group, self._client, on_death=self._engine_died)
         try:
-            config = await asyncio.to_thread(engine_config, self._args)
-            self._config, self._tokenizer = await asyncio.to_thread(with_tokenizer, self._args, config)
-            await asyncio.to_thread(fetch_weights, self._args, self._config)
+            await asyncio.to_thread(self._read_models, read)
             self._restart = EngineRestart(self._client, self._start_engine, on_failure=self._give_up)
             self._tokenizing = TokenizerPool(self._tokenizer)
             self._tokenizing.begin()  # while the ranks still import torch
@@ -120,8 +131,17 @@ class Replica:
         await self._tokenizing.close()
         await self._client.close()
 
+    def _read_models(self, read: Mapping[str, str] | None) -> None:
+        if read is not None:
+            self._config, self._specs = EngineConfig.from_json(read["config"]), Specs.from_json(read["specs"])
+            self._tokenizer = load_tokenizer(self._args, self._config)
+            return
+        config, self._specs = read_engine(self._args)
+        self._config, self._tokenizer = with_tokenizer(self._args, config)
+        fetch_weights(self._args, self._config)
+
     async def _start_engine(self) -> None:
-        await self._worker_group.start(self._config)
+        await self._worker_group.start(self._config, self._specs)
 
     def _engine_died(self, reason: str) -> None:
         """Replace the engine; its requests wait for the next one. While the replica starts, the start fails."""

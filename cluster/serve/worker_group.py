@@ -27,7 +27,7 @@ from cluster.serve.actors import Worker, packages_folder
 from cluster.serve.progress import report_stage
 from cluster.system.temp_dirs import OwnedTempDir
 from workers.config import DRAFT_LINK_VARIABLE, PULSE_VARIABLE, EngineConfig
-from workers.models.readers import read_specs
+from workers.models.specs import Specs
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class WorkerGroup:
         self._folder: OwnedTempDir | None = None
         self._ended = threading.Event()  # set when the present ranks are no longer watched
 
-    async def start(self, config: EngineConfig) -> None:
+    async def start(self, config: EngineConfig, specs: Specs) -> None:
         """Start all ranks, in place of earlier ones, and return when the engine is ready.
 
         config: complete. Raises if a rank dies first; then call `start` again, or `close`.
@@ -74,7 +74,7 @@ class WorkerGroup:
         self._config = config
         self._end_watch()
         self._ended, self._num_essential = threading.Event(), config.world_size
-        self._specs = (await asyncio.to_thread(read_specs, config)).to_json()
+        self._specs = specs.to_json()
         report_stage(f"starting the engine's {config.world_size} processes")
         if config.hang_timeout_s and self._monitor is None:
             self._monitor = HangMonitor(config, self._kill_rank)

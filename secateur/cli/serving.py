@@ -32,6 +32,10 @@ def serve(engine: dict[str, Any], model: ModelArgument = None) -> None:
         from cluster.system.listening import check_port
 
         check_port(args.host, args.port)
+        if find_spec("ray"):
+            from cluster.convert import check_local_models
+
+            check_local_models(args)
     if find_spec("ray"):  # without Ray, print the error alone
         typer.echo("secateur: importing PyTorch and Ray", err=True)
     try:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.models.config_json import read_json
-from workers.models.head_layers import check_speculators, layer_config, layer_windows
+from workers.models.head_layers import INSTEAD_OF_MTP, check_head, layer_config, layer_windows
 from workers.models.rope import rope_spec
 from workers.models.specs import FcHeadSpec, ModelSpec
 
@@ -38,9 +38,7 @@ def read_eagle_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
     raw = read_json(path / "config.json")
     if not raw:
         raise FileNotFoundError(f"no config.json in {path}")
-    check_speculators(raw, path)
-    if "draft_vocab_size" in raw or "speculators_model_type" in raw:
-        raise ValueError(f"{path} is an EAGLE-3 head: write method 'eagle3'")
+    check_head(raw, path, "eagle")
     layers = _eagle_layers(raw, path, target)
     for what, own, wanted in (
         ("a vocabulary", layers.vocab_size, target.vocab_size),
@@ -99,14 +97,9 @@ def read_mtp_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
         ValueError: the target has no such layer, or several.
     """
     if target.num_mtp_layers == 0:
-        raw = read_json(Path(path) / "config.json")
-        names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-        reason = f"and {path}/config.json has neither {names[0]} nor {names[1]}"
-        if any(raw.get(name) for name in names):
-            reason = f"but the prediction layers of a {target.family} model are not implemented"
+        check_head(read_json(Path(path) / "config.json"), Path(path), "mtp")
         raise ValueError(
-            f"method 'mtp': the target must natively support multi-token prediction, {reason}; use 'eagle3', "
-            "'draft_model' or 'ngram'"
+            f"method 'mtp': the prediction layers of a {target.family} model are not implemented; {INSTEAD_OF_MTP}"
         )
     if target.num_mtp_layers > 1:
         raise ValueError(

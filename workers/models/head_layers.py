@@ -1,6 +1,6 @@
 """The decoder layers of a draft head, read from its config.json in any format.
 
-check_speculators(raw, path) -> None                    accepts only EAGLE-3 heads of that library
+check_head(raw, path, method) -> None                   refuses a head, or target, of another kind than the method's
 layer_config(raw, path, kind="llama") -> LlamaConfig or Qwen3Config
 layer_windows(config, path) -> (window or None, ...)    per layer
 """
@@ -12,13 +12,37 @@ from typing import Any, Literal
 
 from workers.models.config_json import fp8_block
 
+MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+INSTEAD_OF_MTP = "use 'eagle3', 'draft_model' or 'ngram'"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 _NOT_THE_LAYERS = ("architectures", "model_type", "transformers_version", "quantization_config")
 
 
-def check_speculators(raw: dict[str, Any], path: Path) -> None:
+def check_head(raw: dict[str, Any], path: Path, method: Literal["eagle", "eagle3", "mtp"]) -> None:
+    """Raise ValueError if config.json, of a target for `mtp`, does not describe a head of the method's kind."""
+    if method == "mtp":
+        if not num_mtp_layers(raw):
+            raise ValueError(
+                "method 'mtp': the target must natively support multi-token prediction, and "
+                f"{path}/config.json has neither {' nor '.join(MTP_FIELDS)}; {INSTEAD_OF_MTP}"
+            )
+        return
+    _check_speculators(raw, path)
+    if method == "eagle" and ("draft_vocab_size" in raw or "speculators_model_type" in raw):
+        raise ValueError(f"{path} is an EAGLE-3 head: write method 'eagle3'")
+    is_eagle3 = "draft_vocab_size" in raw or any("Eagle3" in name for name in raw.get("architectures") or [])
+    if method == "eagle3" and not is_eagle3:
+        raise ValueError(f"{path} is not an EAGLE-3 head: its config.json has no draft_vocab_size")
+
+
+def num_mtp_layers(raw: dict[str, Any]) -> int:
+    """Return the number of prediction layers that a target's config.json names."""
+    return next((raw[name] for name in MTP_FIELDS if raw.get(name)), 0)
+
+
+def _check_speculators(raw: dict[str, Any], path: Path) -> None:
     """Raise ValueError for a head in the format of vLLM's speculators that is not an EAGLE-3 head."""
     kind = raw.get("speculators_model_type", "eagle3")
     if kind != "eagle3":

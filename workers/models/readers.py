@@ -3,6 +3,7 @@
     read_spec(path) -> ModelSpec                     raises ValueError for unsupported models
     read_draft_spec(draft, target) -> DraftSpec      None for a drafter without weights
     read_specs(config) -> Specs                      both models of an engine
+    check_kinds(target, draft) -> None               ValueError for models of the wrong kinds, without slow imports
 
 torch and transformers are only imported when a configuration is read, so that rules which need no model files can be
 checked first.
@@ -15,6 +16,7 @@ from typing import Any
 
 from workers.config import DraftConfig, EngineConfig
 from workers.models.config_json import SUPPORTED_ARCHITECTURES, eos_ids, fp8_block, read_json
+from workers.models.head_layers import check_head, num_mtp_layers
 from workers.models.specs import DraftSpec, ModelSpec, Specs
 
 
@@ -30,9 +32,7 @@ def read_spec(path: Path | str) -> ModelSpec:
         ModelSpec: a `TransformersSpec` for architectures other than SUPPORTED_ARCHITECTURES.
     """
     path = Path(path)
-    raw = read_json(path / "config.json")
-    if not raw:
-        raise FileNotFoundError(f"no config.json in {path}")
+    raw = _read_raw(path)
     _check_kind(raw, path)
     family = _family(raw)
     if family is None:
@@ -56,7 +56,7 @@ def read_spec(path: Path | str) -> ModelSpec:
     return ModelSpec(
         family=family,
         num_layers=config.num_hidden_layers,
-        num_mtp_layers=raw.get("num_nextn_predict_layers") or raw.get("mtp_num_hidden_layers") or 0,
+        num_mtp_layers=num_mtp_layers(raw),
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -76,6 +76,30 @@ def read_spec(path: Path | str) -> ModelSpec:
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
         eos_token_ids=eos_ids(raw, read_json(path / "generation_config.json")),
     )
+
+
+def check_kinds(target: Path, draft: DraftConfig | None) -> None:
+    """Check what config.json says of a target and of its drafter, which may differ from what `draft` expects.
+
+    Takes milliseconds, where `read_specs`, which checks the same, imports torch and transformers. Raises like that.
+    """
+    raw = _read_raw(target)
+    _check_kind(raw, target)
+    match draft:
+        case None | DraftConfig(method="ngram"):
+            return
+        case DraftConfig(method="mtp"):
+            check_head(raw, target, "mtp")
+        case DraftConfig(method="draft_model", model_path=path):
+            _check_kind(_read_raw(Path(path)), Path(path))
+        case DraftConfig(method="eagle" | "eagle3" as method, model_path=path):
+            check_head(_read_raw(Path(path)), Path(path), method)
+
+
+def _read_raw(path: Path) -> dict[str, Any]:
+    if raw := read_json(path / "config.json"):
+        return raw
+    raise FileNotFoundError(f"no config.json in {path}")
 
 
 def _check_kind(raw: dict[str, Any], path: Path) -> None:

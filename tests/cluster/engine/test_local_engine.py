@@ -11,12 +11,16 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import psutil
 import pytest
 
+import cluster.convert
 import secateur
+import workers.models.eagle3_format
+import workers.models.readers
 from cluster.convert import engine_config
 from cluster.engine.engine_client import EngineClient
 from cluster.engine.local_engine import LocalEngine
@@ -306,6 +310,25 @@ def test_a_local_service_answers_over_http_and_leaves_no_process(capfd: pytest.C
         assert with_drafts["choices"][0]["text"] == without["choices"][0]["text"]
         assert httpx2.get(f"{url}/health", headers={f"X-{number}": "a" for number in range(200)}).status_code == 431
     assert_gone(pids)
+
+
+@needs_models
+def test_a_start_reads_each_model_and_the_tokenizer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda path, *rest: (read.append(Path(path).name), function(path, *rest))[1]
+
+    for module, name in (
+        (cluster.convert, "read_spec"),
+        (workers.models.readers, "read_spec"),
+        (workers.models.eagle3_format, "read_eagle3_spec"),
+        (cluster.convert, "Tokenizer"),
+    ):
+        monkeypatch.setattr(module, name, counting(getattr(module, name)))
+    with local_service(EngineArgs.load({"port": 0, "max_model_len": 256})) as url:
+        assert httpx2.get(f"{url}/health").status_code == 200
+    assert sorted(read) == ["eagle3", "target", "target"], "the target for its model and its tokenizer"
 
 
 def test_a_port_in_use_is_reported_before_anything_starts() -> None:

@@ -102,7 +102,7 @@ def test_wrong_arguments_are_refused_by_the_builder(args: Any, message: str) -> 
 
 def test_engine_arguments_reach_the_replica_unchanged() -> None:
     given = EngineArgs.load({"tensor_parallel_size": 2, "max_num_seqs": 3, "seed": 5, "device": "cpu"})
-    [args] = deployment(AppArgs.from_engine_args(given)).init_args
+    args, _ = deployment(AppArgs.from_engine_args(given)).init_args
     assert EngineArgs.load(args).model_dump(exclude={"served_model_name"}) == given.model_dump(
         exclude={"served_model_name"}
     )

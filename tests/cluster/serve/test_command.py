@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -18,8 +19,12 @@ from ray.serve.config import HTTPOptions
 
 import cluster.serve.controller
 import cluster.serve.launch
+import cluster.serve.ray_cluster
 from cluster.serve.launch import running, watch
+from cluster.serve.ray_cluster import local_cluster
+from cluster.serve.signals import StopSignals
 from cluster.system.processes import name_of
+from cluster.system.progress import Progress
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, SecateurError
 from tests.support.fake_service import wait_for
@@ -97,6 +102,92 @@ def test_another_port_than_the_running_serves_is_an_error(
     there(host="0.0.0.0", port=8456)
     with pytest.raises(ConfigError, match=r"port: .*listens on 8456; write that or leave the port out"):
         url_of(port=8000)
+
+
+# How its Ray starts
+
+
+@pytest.fixture
+def ray_starts(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Start a Ray whose attempts end as given: with an error, or None. Return what it says."""
+
+    def start(*ends: Exception | None) -> list[str]:
+        said, left = [], list(ends)
+
+        def init(**options: Any) -> None:
+            if (error := left.pop(0)) is not None:
+                raise error
+
+        monkeypatch.setattr(cluster.serve.ray_cluster.ray, "init", init)
+        monkeypatch.setattr(cluster.serve.ray_cluster.ray, "shutdown", lambda: None)
+        progress = Progress(is_shown=False)
+        monkeypatch.setattr(progress, "say", said.append)
+        with StopSignals() as signals, local_cluster(signals, progress):
+            assert not left
+        return said
+
+    return start
+
+
+def test_a_ray_that_does_not_start_is_started_once_more(ray_starts: Callable[..., list[str]]) -> None:
+    assert ray_starts(None) == []
+    [line] = ray_starts(Exception("The node timed out during startup. This could happen.\nMore."), None)
+    assert line == "Ray did not start, and is started once more: The node timed out during startup"
+
+
+def test_a_ray_that_never_starts_is_one_sentence_with_what_to_set(ray_starts: Callable[..., list[str]]) -> None:
+    told = r"^Ray did not start: no GCS; if this machine is busy, .* with RAY_raylet_start_wait_time_s=900 .*now 300\)"
+    with pytest.raises(SecateurError, match=told):
+        ray_starts(Exception("late"), RuntimeError("no GCS.\nStack:\n ..."))
+    with pytest.raises(SecateurError, match="set TMPDIR to a folder with a short path"):
+        ray_starts(OSError("AF_UNIX path length cannot exceed 107 bytes"))
+
+
+def test_ray_waits_for_its_node_as_long_as_it_is_told(
+    ray_starts: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself stops asking after 30 s. It need not wait for a raylet that has ended."""
+    services, asked, raylets = cluster.serve.ray_cluster.ray._private.services, [], [1]
+
+    def get_node(address: str, node: str) -> str:
+        asked.append(node)
+        if len(asked) < 1000:
+            raise RuntimeError("not yet")
+        return "found"
+
+    def init(**options: Any) -> None:
+        assert services.get_node("127.0.0.1:1", "a") == "found"
+        limits = {value for name, value in os.environ.items() if name.lower() == "ray_worker_register_timeout_seconds"}
+        assert options["address"] == "local" and limits == {"300"}
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr(cluster.serve.ray_cluster.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(cluster.serve.ray_cluster, "descendants", lambda: raylets)
+    monkeypatch.setattr(cluster.serve.ray_cluster, "wait_gone", lambda pids, timeout_s: [])
+    monkeypatch.setattr(cluster.serve.ray_cluster, "name_of", lambda pid: "raylet")
+    monkeypatch.setattr(cluster.serve.ray_cluster, "is_running", lambda pid: True)
+    monkeypatch.setattr(cluster.serve.ray_cluster.ray, "init", init)
+    monkeypatch.setattr(cluster.serve.ray_cluster.ray, "shutdown", lambda: None)
+    with StopSignals() as signals, local_cluster(signals, Progress(is_shown=False)):
+        assert len(asked) == 1000
+    asked.clear()
+    raylets.clear()
+    with pytest.raises(SecateurError, match="its raylet has ended"), StopSignals() as signals:
+        with local_cluster(signals, Progress(is_shown=False)):
+            pass
+    assert len(asked) == 2, "once for each start"
+
+
+@pytest.mark.parametrize("where", ["start", "run"])
+def test_a_serve_that_starts_too_slowly_is_one_sentence_with_what_to_set(
+    started: list[dict[str, Any]], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **options: Any) -> None:
+        raise TimeoutError("HTTP proxies not available after 300s.")
+
+    monkeypatch.setattr(cluster.serve.launch.ray_serve, where, fail)
+    with pytest.raises(SecateurError, match=r"^Ray Serve did not start: HTTP proxies .* 300s; if this machine is busy"):
+        url_of()
 
 
 # How long it stays

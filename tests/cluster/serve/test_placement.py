@@ -197,6 +197,36 @@ def test_a_service_has_the_settings_of_its_arguments() -> None:
         assert service.model_root == "bundled:target"
 
 
+def test_models_of_the_wrong_kind_are_refused_before_slow_imports() -> None:
+    """Reading a model imports torch and transformers, which takes many seconds."""
+    wrong = [
+        ("mtp", None, "must natively support multi-token prediction"),
+        ("eagle", "bundled:eagle3", "is an EAGLE-3 head: write method 'eagle3'"),
+        ("eagle3", "bundled:target", "is not an EAGLE-3 head"),
+        ("draft_model", "bundled:eagle3", "is an EAGLE-3 draft head, not a model"),
+    ]
+    code = f"""
+import sys
+from cluster.convert import check_local_models, engine_config
+from secateur.config import EngineArgs
+from secateur.errors import ConfigError
+
+for method, model, says in {wrong!r}:
+    spec = {{"method": method}} | ({{"model": model}} if model else {{}})
+    args = EngineArgs.load({{"device": "cpu", "speculative_config": spec}})
+    for check in (check_local_models, engine_config):
+        try:
+            check(args)
+        except ConfigError as error:
+            assert says in str(error), error
+        else:
+            sys.exit(f"{{check}} accepts {{method}} with {{model}}")
+sys.exit(" ".join({{"ray", "torch", "transformers"}} & sys.modules.keys()) or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 # The plan
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -16,12 +19,14 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 import cluster.engine.engine_client
+import cluster.serve.launch
 import cluster.serve.replica
 from cluster.engine.engine_client import EngineClient, Health
 from cluster.engine.engine_restart import EngineRestart
 from cluster.engine.rank_exits import EngineDead
 from cluster.openai.streaming import EventStream, cancel_on_disconnect
 from cluster.serve.replica import TOKENIZER_GRACE_S, ClientDisconnects, Replica
+from secateur.config import EngineArgs
 from tests.support.fake_engine import FakeEngine, StandingClock
 from workers.comm.ipc import Submit, TokenChunk
 
@@ -43,7 +48,7 @@ class FakeWorkerGroup:
         self.engines: list[FakeEngine] = []
         self.is_closed = False
 
-    async def start(self, config: Any) -> None:
+    async def start(self, config: Any, specs: Any) -> None:
         if self.error is not None:
             raise self.error
         if self.engines:
@@ -64,7 +69,7 @@ class ReplicaOf(Replica):
     _tokenizing: Any
 
     def __init__(self, client: EngineClient, folder: Path) -> None:
-        self._client, self._serving, self._config = client, True, None
+        self._client, self._serving, self._config, self._specs = client, True, None, None
         self._cannot_tokenize_since = math.inf
         self._tokenizing = FakeTokenizing()
         self._client.on_loss = self._engine_died
@@ -99,7 +104,7 @@ async def test_a_hung_engine_is_replaced_and_its_requests_go_on(
     client = EngineClient(progress_timeout_s=2 * TOKENIZER_GRACE_S)
     replica = ReplicaOf(client, tmp_path)
     group = replica._worker_group
-    await group.start(None)
+    await group.start(None, None)
     await replica.check_health()
     replica._tokenizing.reason = "no text can be tokenized"
     await replica.check_health()
@@ -133,7 +138,7 @@ async def test_a_hung_engine_is_replaced_and_its_requests_go_on(
 async def test_a_broken_connection_alone_replaces_the_engine(tmp_path: Path, exits: list[int]) -> None:
     client = EngineClient(cause_wait_s=0.1)
     group = ReplicaOf(client, tmp_path)._worker_group
-    await group.start(None)
+    await group.start(None, None)
     group.engines[0].die()
     async with asyncio.timeout(60):
         while len(group.engines) < 2 or client.health() != (True, ""):
@@ -149,7 +154,7 @@ async def test_a_replica_whose_engines_do_not_start_fails_its_requests_and_exits
     client = EngineClient()
     replica = ReplicaOf(client, tmp_path)
     group = replica._worker_group
-    await group.start(None)
+    await group.start(None, None)
     group.engines[0].hold.set()
     group.error = RuntimeError("no GPU is left")
     waiting = asyncio.create_task(last_chunk(client, Submit(id=1, prompt=[1], max_tokens=10)))
@@ -164,7 +169,7 @@ async def test_a_replica_whose_engines_do_not_start_fails_its_requests_and_exits
     await client.close()
 
 
-@pytest.mark.parametrize("fails", ["engine_config", "fetch_weights", "start", "ready"])
+@pytest.mark.parametrize("fails", ["read_engine", "fetch_weights", "start", "ready"])
 async def test_a_replica_that_does_not_start_ends_what_it_has_started(
     monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
@@ -192,7 +197,7 @@ async def test_a_replica_that_does_not_start_ends_what_it_has_started(
     for name in ("_log_through_serve", "_bind_replica_to_its_node", "report_stage"):
         monkeypatch.setattr(cluster.serve.replica, name, lambda *args: None)
     monkeypatch.setattr(cluster.serve.replica.ray.util, "get_current_placement_group", lambda: None)
-    for name, result in (("engine_config", None), ("with_tokenizer", (None, None)), ("fetch_weights", None)):
+    for name, result in (("read_engine", (None, None)), ("with_tokenizer", (None, None)), ("fetch_weights", None)):
         monkeypatch.setattr(cluster.serve.replica, name, step(name, result))
     monkeypatch.setattr(cluster.serve.replica, "WorkerGroup", lambda *args, **options: Group)
     monkeypatch.setattr(cluster.serve.replica, "TokenizerPool", lambda tokenizer: Tokenizing)
@@ -206,6 +211,42 @@ async def test_a_replica_that_does_not_start_ends_what_it_has_started(
 
 async def collected(client: EngineClient) -> list[TokenChunk]:
     return [chunk async for chunk in client.submit(Submit(id=9, prompt=[1], max_tokens=10))]
+
+
+READ = """
+import sys
+from cluster.serve.replica import Replica
+from secateur.config import EngineArgs
+
+class Starting(Replica):
+    def __init__(self, read):
+        self._args = EngineArgs.load({"device": "cpu"})
+        self._read_models(read)
+
+    def __del__(self):
+        pass
+
+replica = Starting({"config": sys.argv[1], "specs": sys.argv[2]})
+assert replica._tokenizer.decode(replica._tokenizer.encode("def f(x):")) == "def f(x):"
+assert (replica._config.to_json(), replica._specs.to_json()) == tuple(sys.argv[1:])
+assert "torch" not in sys.modules, "it was imported"
+"""
+
+
+def test_a_replica_reads_no_model_again_that_the_command_has_read(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Reading imports torch, which takes longer than all the rest of a replica's start."""
+    passed: list[dict[str, str]] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster.serve.launch, "running", lambda args, read, **_: passed.append(read) or nullcontext(""))
+    monkeypatch.setattr(cluster.serve.launch, "watch", lambda url: None)
+    cluster.serve.launch.serve(EngineArgs.load({"device": "cpu"}))
+    [read] = passed
+    subprocess.run([sys.executable, "-c", READ, read["config"], read["specs"]], check=True, timeout=120)
+    said = capfd.readouterr().err
+    assert "reading the model's configuration" in said
+    assert "PyTorch was not found" not in said and "fetching weights" not in said
 
 
 async def last_chunk(client: EngineClient, submit: Submit) -> TokenChunk:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cluster.text.answer_reader import AnswerReaders
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tool_calls import ToolCallReader, format_of_template, taught
-from tests.cluster.http.conftest import MODEL
+from tests.cluster.conftest import MODEL
 from tests.cluster.http.test_structured_outputs import matches
 from tests.support.fake_service import FakeService, error_of, fake_service, stream
 from workers.comm.ipc import Submit
