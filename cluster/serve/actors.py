@@ -55,6 +55,9 @@ class Worker:
         address += ["--store", store] if store is not None else ["--host", self._host]
         await asyncio.to_thread(self._starter.wait_ready)
         await self.kill()
+        if EngineConfig.from_json(config).device == "cuda":
+            # Ray may have been told to leave this variable as it is on the node.
+            env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])}
         self._process = self._starter.start(
             EngineConfig.from_json(config),
             Specs.from_json(specs),

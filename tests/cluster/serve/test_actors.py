@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,6 +70,23 @@ def test_an_address_without_an_interface_sets_none(address: list[str]) -> None:
     assert own._starter.standby_pid is not None
     assert not set(INTERFACES) & environment(own._starter.standby_pid).keys()
     own._starter.close()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_rank_sees_the_device_that_ray_has_assigned_to_its_actor(
+    address: list[str], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES Ray leaves the variable as it is: every rank would take GPU 0."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assigned = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": ["2"]})
+    monkeypatch.setattr(cluster.serve.actors.ray, "get_runtime_context", lambda: assigned)
+    config = bundled()
+    specs = read_specs(config).to_json()
+    config = replace(config, device=device, standby=False)
+    own, seen = worker(config), []
+    monkeypatch.setattr(own._starter, "start", lambda *_, env, **__: seen.append(env))
+    asyncio.run(own.start(config.to_json(), specs, env={"A": "b"}, store="127.0.0.1:1"))
+    assert seen == [{"A": "b"} | ({"CUDA_VISIBLE_DEVICES": "2"} if device == "cuda" else {})]
 
 
 @pytest.mark.parametrize(("nice", "is_told"), [(15, True), (5, False)], ids=["nicer", "as Ray"])
