@@ -62,8 +62,8 @@ class SpeculativeConfig(Strict):
     draft_placement: Literal["dedicated", "colocated"] | None = None
     """None = dedicated if there are enough devices."""
     draft_link: Literal["auto", "nccl", "host"] = "auto"
-    """How trees and draft probabilities travel between dedicated GPUs: over NCCL with the features, or through host
-    memory. 'auto' times both at start-up. On CPUs and on a shared GPU everything travels through host memory."""
+    """How messages travel between dedicated GPUs: over NCCL, or through host memory, where NCCL cannot run. 'auto'
+    sends features over NCCL, and the rest as timed at start-up. On CPUs and a shared GPU it is always 'host'."""
     draft_fallback: bool = True
     """If the drafter dies, go on without drafts and start another one; False = replace the whole engine."""
     prompt_lookup_max: Annotated[int, Field(ge=1)] | None = None

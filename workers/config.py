@@ -108,7 +108,7 @@ class DraftConfig:
     tensor_parallel_size: int = 1
     placement: Literal["dedicated", "colocated"] = "dedicated"
     link: Literal["auto", "nccl", "host"] = "auto"
-    """Between devices: whether trees and draft probabilities travel over NCCL like features, or through the host."""
+    """Between devices: over NCCL; features over NCCL and the rest as measured; or all of it through the host."""
     fallback: bool = True
     """Whether the engine goes on without drafts if it loses its drafter, until a new one connects."""
     tree: TreeConfig = TreeConfig()
@@ -195,12 +195,14 @@ class EngineConfig:
 
     @property
     def has_host_link(self) -> bool:
-        """True if messages between verifier 0 and drafter 0 pass through host memory: on CPU or on a shared device.
+        """True if messages between verifier 0 and drafter 0 pass through host memory: if asked to, on CPU, or on a
+        shared device.
 
         NCCL refuses two ranks on one device. Separate host ids would make it fall back to sockets, but would also
         split a tensor-parallel group.
         """
-        return self.device == "cpu" or (self.draft is not None and self.draft.placement == "colocated")
+        draft = self.draft
+        return self.device == "cpu" or (draft is not None and (draft.placement == "colocated" or draft.link == "host"))
 
     @property
     def shares_gpu(self) -> bool:

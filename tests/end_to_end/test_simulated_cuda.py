@@ -170,7 +170,7 @@ class Drafter:
         assert config.draft is not None
         part, between_devices = DevicePart.NONE, None
         if not config.has_host_link:
-            part = DevicePart.BULK if config.draft.link == "host" else DevicePart.BODY
+            part = DevicePart.BULK if config.draft.link == "auto" else DevicePart.BODY  # as measured
             between_devices = stream()
         through_host = stream()
         self._verifier_end, self._drafter_end = (
@@ -431,7 +431,7 @@ def test_a_class_of_transformers_drafts_and_verifies_in_graphs(models: Path) -> 
     assert set(on_device.waits) <= {"verifier.target._to_list", "drafter.tree.tree_graphs.__call__"}
 
 
-@pytest.mark.parametrize("link", ["nccl", "host"])
+@pytest.mark.parametrize("link", ["nccl", "auto"])
 def test_sending_features_does_not_make_the_sender_wait(models: Path, link: str) -> None:
     """Over NCCL the receiver waits for what it reads; through the host it has that without a wait for the device."""
     config = config_for(models, "eagle3", DYNAMIC)

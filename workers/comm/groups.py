@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from workers.comm.channel import (
     Channel,
@@ -37,6 +40,17 @@ from workers.comm.host_link import (
 )
 from workers.config import EngineConfig
 from workers.models.layers import TensorParallel
+
+CONNECT_S = 60.0
+"""How long the first exchange over NCCL may take once all ranks are there."""
+_ADVICE = (
+    "set NCCL_DEBUG=INFO to see why, NCCL_P2P_DISABLE=1 if GPUs cannot reach each other's memory, NCCL_SOCKET_IFNAME "
+    "to the interface between nodes, or draft_link to host to do without NCCL between drafter and verifier"
+)
+
+
+class NotConnected(RuntimeError):
+    """NCCL does not connect ranks that have met."""
 
 
 class Waiting(Protocol):
@@ -232,7 +246,7 @@ def _peers(
     if group is None:
         return None
     if device.type == "cuda":  # NCCL allocates memory when it connects: before the KV cache is sized
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _connect(lambda: _sum(group, device), group, f"{config.role_of(rank)} and its tensor-parallel peers")
     source = dist.get_process_group_ranks(group)[0]
     others = "its tensor-parallel peers" if own == 0 else config.role_of(rank - own)
     return fan_out(group, source, me=config.role_of(rank), peer=others, device=device)
@@ -270,21 +284,19 @@ def _device_link(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Channel:
-    """Open the NCCL link to the other side's first rank, as `draft_link` says or as measured."""
+    """Open the NCCL link to the other side's first rank, for whole messages or, as measured, for features alone."""
     assert config.draft is not None
-    _connect(group, rank, peer_rank, device)
+    _connect(
+        lambda: _exchange(group, rank, peer_rank, device), group, f"{config.role_of(rank)} and its peer over the link"
+    )
     me, peer = config.role_of(rank), config.role_of(peer_rank)
     links = {
         part: link_between_devices(through_host, group, peer_rank, me=me, peer=peer, device_part=part, where=device)
         for part in (DevicePart.BODY, DevicePart.BULK)
     }
-    match config.draft.link:
-        case "auto":
-            return links[faster_link(links, through_host, leads=rank == 0)]
-        case "nccl":
-            return links[DevicePart.BODY]
-        case "host":
-            return links[DevicePart.BULK]
+    if config.draft.link == "nccl":
+        return links[DevicePart.BODY]
+    return links[faster_link(links, through_host, leads=rank == 0)]
 
 
 def _new_group(config: EngineConfig, ranks: list[int]) -> dist.ProcessGroup | None:
@@ -302,19 +314,62 @@ def _startup_timeout(config: EngineConfig) -> timedelta:
     return timedelta(seconds=config.startup_timeout_s)
 
 
-def _connect(group: dist.ProcessGroup, rank: int, other: int, device: torch.device) -> None:
-    """Make NCCL connect two ranks in both directions.
+def _connect(exchange: Callable[[], bool], group: dist.ProcessGroup, who: str) -> None:
+    """Make NCCL connect the ranks of a group by a first exchange, which returns whether the right bytes arrived.
 
     NCCL connects at the first exchange, which takes up to seconds. In the first step, `auto` would count that time as
-    the cost of a draft.
+    the cost of a draft. Where GPUs or nodes cannot reach each other, it waits forever or delivers other bytes.
+
+    Raises:
+        NotConnected: either of these.
     """
-    nothing = torch.zeros(1, dtype=torch.uint8, device=device)
+    dist.all_reduce(torch.zeros(1), group=group)  # over gloo, so that all are here when the time begins
+    found: list[bool | Exception] = []
+
+    def run() -> None:
+        try:
+            found.append(exchange())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, name="connect", daemon=True)  # nothing interrupts NCCL
+    thread.start()
+    thread.join(CONNECT_S)
+    if found == [True]:
+        return
+    why = f"took more than {CONNECT_S:.0f} s"
+    if found:
+        why = "did not deliver what was sent" if found[0] is False else f"failed: {found[0]}"
+    raise NotConnected(f"{who}: the first exchange over NCCL {why}; {_ADVICE}")
+
+
+def _exchange(group: dist.ProcessGroup, rank: int, other: int, device: torch.device) -> bool:
+    """Send a pattern each way between two ranks, and return whether this rank got the other's."""
+    is_right = True
     for source in sorted((rank, other)):
+        pattern = _pattern(source, device)
         if rank == source:
-            dist.send(nothing, dst=other, group=group)
+            dist.send(pattern, dst=other, group=group)
         else:
-            dist.recv(nothing, src=other, group=group)
-    torch.cuda.synchronize(device)
+            got = torch.zeros_like(pattern)
+            dist.recv(got, src=other, group=group)
+            is_right = torch.equal(got, pattern)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return is_right
+
+
+def _sum(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Sum the patterns of a group's ranks, and return whether the sum is right."""
+    total = _pattern(dist.get_rank(), device)
+    dist.all_reduce(total, group=group)
+    every = [_pattern(rank, device) for rank in dist.get_process_group_ranks(group)]
+    return torch.equal(total, torch.stack(every).sum(0, dtype=total.dtype))
+
+
+def _pattern(rank: int, device: torch.device) -> Tensor:
+    """Return 1 MiB that differ from rank to rank: enough for each protocol of NCCL."""
+    return (torch.arange(1 << 18, dtype=torch.int32, device=device) * 7919 + rank * 104729) % 65521
 
 
 def leave() -> None:

@@ -76,7 +76,7 @@ def test_an_address_without_an_interface_sets_none(address: list[str]) -> None:
 def test_a_rank_sees_the_device_that_ray_has_assigned_to_its_actor(
     address: list[str], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES Ray leaves the variable as it is: every rank would take GPU 0."""
+    """With RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES Ray leaves the variable alone: every rank would take GPU 0."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assigned = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": ["2"]})
     monkeypatch.setattr(cluster.serve.actors.ray, "get_runtime_context", lambda: assigned)

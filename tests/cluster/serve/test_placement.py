@@ -88,10 +88,22 @@ def test_no_device_is_placed_twice(tp: int, draft: int, placement: str) -> None:
     assert num_bundles(engine) == (tp + draft if placement == "dedicated" else tp)
 
 
-@pytest.mark.parametrize(("placement", "is_through_host"), [("colocated", True), ("dedicated", False)])
-def test_nccl_never_gets_two_ranks_on_one_device(placement: str, is_through_host: bool) -> None:
+@pytest.mark.parametrize(
+    ("placement", "link", "is_through_host"),
+    [
+        ("colocated", "auto", True),
+        ("dedicated", "auto", False),
+        ("dedicated", "nccl", False),
+        ("dedicated", "host", True),
+    ],
+)
+def test_nccl_never_gets_two_ranks_on_one_device_or_a_link_through_the_host(
+    placement: str, link: str, is_through_host: bool
+) -> None:
     for tp, draft in ((1, 1), (2, 1), (2, 2)):
-        assert config(tp, draft, placement).has_host_link == is_through_host
+        engine = config(tp, draft, placement)
+        assert engine.draft is not None
+        assert replace(engine, draft=replace(engine.draft, link=link)).has_host_link == is_through_host
 
 
 def test_a_worker_on_cpu_gets_one_thread() -> None:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import socket
+import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from workers.comm.groups import open_store
+from tests.support.fakes import in_processes
+from workers.comm import groups
+from workers.comm.groups import World, open_store
+from workers.config import EngineConfig
 
 PROC_NET = Path("/proc/net/tcp")
 LISTENING = "0A"
@@ -44,6 +52,51 @@ def test_a_store_that_stopped_listening_keeps_its_connections_and_refuses_new_on
     peer.set("rank 1", "still here")
     assert store.get("rank 1") == peer.get("rank 1") == b"still here"
     assert store.add("count", 1) + peer.add("count", 1) == 3
+
+
+def connect(world: World, exchange: Callable[..., bool], breaks: Callable[..., Any] | None = None) -> str:
+    """Connect the two ranks of a world by an exchange over gloo, of which rank 1 breaks an operation."""
+    group, device = dist.new_group([0, 1]), torch.device("cpu")
+    groups.CONNECT_S = 2.0
+    if breaks is not None and world.rank == 1:
+        dist.send = dist.all_reduce = breaks
+    ranks = (world.rank, 1 - world.rank) if exchange is groups._exchange else ()
+    try:
+        groups._connect(lambda: exchange(group, *ranks, device), group, world.role)
+    except groups.NotConnected as error:
+        return str(error)
+    return "connected"
+
+
+def flip(
+    tensor: torch.Tensor, *args: Any, send: Any = dist.send, all_reduce: Any = dist.all_reduce, **kwargs: Any
+) -> None:
+    """Do what was asked for with one wrong bit, as broken hardware does."""
+    if len(tensor) > 1:
+        tensor[-1] += 1
+    (send if "dst" in kwargs else all_reduce)(tensor, *args, **kwargs)
+
+
+def hang(tensor: torch.Tensor, *args: Any, all_reduce: Any = dist.all_reduce, **kwargs: Any) -> None:
+    if len(tensor) == 1:
+        all_reduce(tensor, *args, **kwargs)
+    else:
+        time.sleep(30)
+
+
+@pytest.mark.parametrize("exchange", [groups._exchange, groups._sum])
+def test_a_connection_is_checked_by_what_arrives_and_does_not_wait_forever(exchange: Callable[..., bool]) -> None:
+    """NCCL itself would wait for the whole start-up, and hand on what broken links between GPUs deliver."""
+    engine = EngineConfig(model_path="", tensor_parallel_size=2)
+
+    def said(breaks: Callable[..., Any] | None) -> str:
+        return dict(in_processes(partial(connect, exchange=exchange, breaks=breaks), engine))[0]
+
+    assert said(None) == "connected"
+    assert "verifier 0: the first exchange over NCCL did not deliver what was sent; set NCCL_DEBUG=INFO" in said(flip)
+    told = said(hang)
+    assert "verifier 0: the first exchange over NCCL took more than 2 s" in told
+    assert "NCCL_P2P_DISABLE=1" in told and "NCCL_SOCKET_IFNAME" in told and "draft_link" in told
 
 
 def test_ranks_meet_in_the_store() -> None:
