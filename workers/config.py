@@ -14,6 +14,9 @@ from pydantic import TypeAdapter
 
 MAX_TREE_NODES = 64
 """Maximum number of nodes in a request's tree, root included: ancestors are stored as one 64-bit mask per node."""
+ORDINARY_PASS = 2048 * 131072
+"""Tokens of a forward pass times tokens of its context: any GPU that holds such a context computes the pass well within
+the default of `hang_timeout_s`. An L4 takes 5 s for an 8B model."""
 DRAFT_LINK_VARIABLE = "SECATEUR_DRAFT_LINK"
 """Environment variable of drafters that replace lost ones: the address at which verifier 0 offers a link."""
 PULSE_VARIABLE = "SECATEUR_PULSE"
@@ -155,7 +158,8 @@ class EngineConfig:
     threads: int = 1
     """Threads of a verifier rank on CPU. A drafter rank has one."""
     hang_timeout_s: float = 10.0
-    """A rank that shows no sign of life or no progress for this long is killed; 0 = never (see `workers.pulse`)."""
+    """A rank that shows no sign of life or no progress for this long is killed; 0 = never (see `workers.pulse`). While
+    it waits for its device, `device_timeout_s` applies."""
     startup_timeout_s: float = 3600.0
     """Timeout from starting an engine until it serves, also of each wait for another rank before its first step.
     Reading a large checkpoint from a cold disk, compiling and capturing fall within it."""
@@ -172,6 +176,11 @@ class EngineConfig:
         It is ten times `step_timeout_s`, because the sender may be busy: rank 0 with a prompt chunk on a CPU.
         """
         return 10 * self.step_timeout_s
+
+    @property
+    def device_timeout_s(self) -> float:
+        """How long a rank may wait for its device: `hang_timeout_s`, and more where larger passes are configured."""
+        return self.hang_timeout_s * max(1.0, self.max_num_batched_tokens * self.max_model_len / ORDINARY_PASS)
 
     @property
     def item_bytes(self) -> int:

@@ -66,6 +66,7 @@ class HangMonitor:
     def __init__(self, config: EngineConfig, on_hang: Callable[[int, str], None]) -> None:
         self._config, self._on_hang = config, on_hang
         self._most = math.ceil(config.hang_timeout_s / TICK_S)
+        self._most_on_device = math.ceil(config.device_timeout_s / TICK_S)
         self._ranks: dict[int, _Rank] = {}
         self._token = secrets.token_hex(32)
         self._server: asyncio.Server | None = None
@@ -106,7 +107,7 @@ class HangMonitor:
                 rank.seen = _state_of(rank.beat)
         for number, why in [(number, why) for number in self._ranks if (why := self._why_hung(number))]:
             del self._ranks[number]
-            message = f"{self._config.role_of(number)} {why} for {self._config.hang_timeout_s:g} s"
+            message = f"{self._config.role_of(number)} {why}"
             logger.error("%s; it is killed", message)
             self._on_hang(number, message)
 
@@ -116,12 +117,18 @@ class HangMonitor:
             return None
         if rank.silent > self._most:
             is_hung = rank.silent > _PATIENCE * self._most or not _is_starved(rank)
-            return "gave no sign of life" if is_hung else None
+            return f"gave no sign of life for {self._config.hang_timeout_s:g} s" if is_hung else None
         # A rank in a collective waits for those of its own side; while one of them gets on, so will the others.
         own_side = self._is_drafter(number)
         side = [each for other, each in self._ranks.items() if self._is_drafter(other) == own_side]
-        is_busy = rank.beat.doing in (Doing.WORKING, Doing.ON_DEVICE)
-        return "made no progress" if is_busy and min(each.still for each in side) > self._most else None
+        match rank.beat.doing:
+            case Doing.WORKING:
+                most, seconds = self._most, self._config.hang_timeout_s
+            case Doing.ON_DEVICE:
+                most, seconds = self._most_on_device, self._config.device_timeout_s
+            case _:
+                return None
+        return f"made no progress for {seconds:g} s" if min(each.still for each in side) > most else None
 
     def _is_drafter(self, rank: int) -> bool:
         return rank >= self._config.tensor_parallel_size

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,9 +29,9 @@ WORKING, WAITING, ON_DEVICE, STARTING = Doing.WORKING, Doing.WAITING, Doing.ON_D
 class Watched:
     """A monitor of two verifiers and a drafter, and the beats that it gets before each tick."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: EngineConfig = CONFIG) -> None:
         self.hung: dict[int, str] = {}
-        self.monitor = HangMonitor(CONFIG, self.hung.__setitem__)
+        self.monitor = HangMonitor(config, self.hung.__setitem__)
         self.counts = {0: 0, 1: 0, 2: 0}
         self.cpu_s = {0: 0.0, 1: 0.0, 2: 0.0}
 
@@ -93,6 +94,22 @@ def test_messages_count_as_progress_even_without_cpu_time(watched: Watched) -> N
 def test_another_side_s_progress_does_not_count(watched: Watched) -> None:
     watched.run(TICKS + 2, cpu={0, 1}, v0=WORKING, v1=WORKING, d0=WORKING)
     assert watched.hung.keys() == {2}
+
+
+@pytest.mark.parametrize(
+    ("batched", "length", "times"), [(2048, 131_072, 1), (8192, 131_072, 4), (8192, 8192, 1), (2048, 262_144, 2)]
+)
+def test_a_device_has_more_time_where_larger_passes_are_configured(batched: int, length: int, times: int) -> None:
+    """8,192 tokens behind 128k are 18 s of an L4. A rank that hangs on the host is noticed as soon as ever."""
+    config = replace(CONFIG, max_num_batched_tokens=batched, max_model_len=length)
+    slow = Watched(config)
+    slow.run(times * TICKS, v0=ON_DEVICE, v1=ON_DEVICE, d0=WAITING)
+    assert slow.hung == {}
+    slow.run(2, v0=ON_DEVICE, v1=ON_DEVICE, d0=WAITING)
+    assert slow.hung == {rank: f"verifier {rank} made no progress for {5 * times} s" for rank in (0, 1)}
+    stuck = Watched(config)
+    stuck.run(TICKS + 2, v0=WAITING, v1=WAITING, d0=WORKING)
+    assert stuck.hung == {2: "drafter 0 made no progress for 5 s"}
 
 
 def test_ranks_that_start_are_not_judged() -> None:
