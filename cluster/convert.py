@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from cluster.system.cores import num_cores
+from cluster.system.gpus import gpu_names
 from cluster.system.progress import Progress
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tokenizer_files import lacking_package
@@ -40,12 +41,8 @@ _CORES_PER_DRAFTER = 8
 
 
 def visible_gpus() -> int:
-    """Return the number of GPUs this process may use, without initialising CUDA, which would take memory on each."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    installed = len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
-    if visible is None:
-        return installed
-    return min(installed, len([name for name in visible.split(",") if name.strip()]))
+    """Return the number of GPUs, or MIG slices, that this process may use."""
+    return len(gpu_names())
 
 
 def resolve_devices(args: EngineArgs, *, num_gpus: int | None) -> EngineArgs:

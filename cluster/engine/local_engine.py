@@ -28,6 +28,7 @@ from cluster.engine.hang_monitor import HangMonitor
 from cluster.engine.rank_exits import EngineDead, RankExit, root_cause
 from cluster.engine.rank_placement import interface_env, num_bundles, rank_placements
 from cluster.engine.rank_process import RankProcess, RankStarter
+from cluster.system.gpus import gpu_names
 from cluster.system.temp_dirs import OwnedTempDir
 from secateur.errors import ConfigError
 from workers.config import DRAFT_LINK_VARIABLE, PULSE_VARIABLE, EngineConfig
@@ -173,7 +174,7 @@ class EngineProcesses:
             return []
         need, visible = num_bundles(self._config), os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is None:
-            return [str(index) for index in range(need)]
+            return gpu_names()[:need] or [str(index) for index in range(need)]
         have = [name.strip() for name in visible.split(",") if name.strip()]
         if len(have) < need:
             raise ConfigError(f"the engine needs {need} devices, CUDA_VISIBLE_DEVICES={visible!r} has {len(have)}")

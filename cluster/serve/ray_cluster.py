@@ -23,6 +23,7 @@ from cluster.serve import proxy
 from cluster.serve.actors import packages_folder
 from cluster.serve.progress import clear_stage
 from cluster.serve.signals import StopSignals
+from cluster.system.gpus import VARIABLE, gpu_names
 from cluster.system.processes import descendants, is_running, name_of, wait_gone
 from cluster.system.progress import Progress
 from secateur.errors import SecateurError
@@ -78,12 +79,15 @@ def local_cluster(signals: StopSignals, progress: Progress) -> Iterator[None]:
         environment |= {"RAY_AUTH_TOKEN": _token()}
     defaults = {**_start_limits(), **CHECKS, **DEAD_PEER, **PRIORITY}
     environment |= {name: value for name, value in defaults.items() if name not in os.environ}
+    names = gpu_names()
+    if any(name.startswith("MIG-") for name in names):  # Ray would count cards, and name slices by an index
+        environment[VARIABLE] = ",".join(names)
     saved = {name: os.environ.get(name) for name in (*environment, "RAY_AUTH_MODE")}
     os.environ.update(environment)
     others = set(descendants())
     try:
         with progress.during("starting Ray"), _on_loopback(), _asking_longer():
-            _start(signals, progress, others)
+            _start(signals, progress, others, num_gpus=len(names))
         signals.install()
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         yield
@@ -113,7 +117,7 @@ def _remote_cluster(address: str, signals: StopSignals, progress: Progress) -> I
         _shut_down(signals)
 
 
-def _start(signals: StopSignals, progress: Progress, others: set[int]) -> None:
+def _start(signals: StopSignals, progress: Progress, others: set[int], *, num_gpus: int) -> None:
     """Start Ray, and once more if it fails. others: this process's descendants that are not Ray's."""
     for is_last in (False, True):
         try:
@@ -121,6 +125,7 @@ def _start(signals: StopSignals, progress: Progress, others: set[int]) -> None:
                 address="local",
                 include_dashboard=False,
                 log_to_driver=False,
+                num_gpus=num_gpus,
                 logging_level=logging.ERROR,
                 object_store_memory=OBJECT_STORE_BYTES,
             )

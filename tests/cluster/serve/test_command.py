@@ -135,6 +135,22 @@ def test_a_ray_that_does_not_start_is_started_once_more(ray_starts: Callable[...
     assert line == "Ray did not start, and is started once more: The node timed out during startup"
 
 
+def test_ray_gets_each_mig_slice_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray counts cards by itself, and would name the slices 0, 1 and 2, of which CUDA knows one."""
+    seen = []
+
+    def init(**options: Any) -> None:
+        seen.append((options["num_gpus"], os.environ["CUDA_VISIBLE_DEVICES"]))
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(cluster.serve.ray_cluster, "gpu_names", lambda: ["MIG-a", "MIG-b", "MIG-c"])
+    monkeypatch.setattr(cluster.serve.ray_cluster.ray, "init", init)
+    monkeypatch.setattr(cluster.serve.ray_cluster.ray, "shutdown", lambda: None)
+    with StopSignals() as signals, local_cluster(signals, Progress(is_shown=False)):
+        pass
+    assert seen == [(3, "MIG-a,MIG-b,MIG-c")] and "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
 def test_a_ray_that_never_starts_is_one_sentence_with_what_to_set(ray_starts: Callable[..., list[str]]) -> None:
     told = r"^Ray did not start: no GCS; if this machine is busy, .* with RAY_raylet_start_wait_time_s=900 .*now 300\)"
     with pytest.raises(SecateurError, match=told):
