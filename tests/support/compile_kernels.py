@@ -1,6 +1,6 @@
 """Compiles every Triton kernel without a GPU and reports what it takes of one. Run by `test_kernels.py`.
 
-    python -m tests.support.compile_kernels [--archs 80 90 100] [--json]
+    python -m tests.support.compile_kernels [--archs 80 86 90] [--only attend] [--json]
 
 Triton must not be interpreted in this process. Shapes are those of common models. An argument that is 1 at run time
 may be a constant to the compiler, so the narrowest cases are compiled too. Pointers are aligned and strides even, as
@@ -35,7 +35,7 @@ from workers.kernels import (
     triton_truncation,
 )
 
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SHARED_BYTES = {arch: kib * 1024 for arch, kib in {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.items()}
 """The limit per program by compute capability."""
 INT64, FLOAT, FP8 = "*i64", "*fp32", "*fp8e4nv"
 _TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -77,7 +77,10 @@ class Resources:
 
 def compile_case(case: Case, arch: int) -> Resources:
     """Compile one kernel for a compute capability of 10 x major + minor."""
-    kernel, constants, names = case.kernel, case.constants, case.kernel.arg_names
+    kernel, constants, names = case.kernel, dict(case.constants), case.kernel.arg_names
+    if kernel is triton_attention._attend:
+        pairs, width, item = constants["PAIRS"], constants["PADDED_WIDTH"], 4 if case.types["q_ptr"] == FLOAT else 2
+        constants["KEYS"] = triton_attention.keys_of_block(pairs, width, item, SHARED_BYTES[arch])
     signature = {name: "constexpr" if name in constants else case.types.get(name, "i32") for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
     aligned = [name for name in names if name.endswith(("_ptr", "_stride", *case.aligned)) and name not in constants]
@@ -122,14 +125,11 @@ def attention(
 ) -> Case:
     """Return a case of the attention kernel, launched as `tree_attention` does."""
     padded = max(16, triton.next_power_of_2(width))
-    keys = triton_attention.keys_of_block(padded, 4 if dtype == FLOAT else 2)
     out = FLOAT if is_split else dtype
     return Case(
         name=f"attend: {name}",
         kernel=triton_attention._attend,
-        constants=dict(
-            KV_HEADS=8, GROUP=4, WIDTH=width, PADDED_WIDTH=padded, PAGE=16, PAIRS=pairs, KEYS=keys, IS_SPLIT=is_split
-        )
+        constants=dict(KV_HEADS=8, GROUP=4, WIDTH=width, PADDED_WIDTH=padded, PAGE=16, PAIRS=pairs, IS_SPLIT=is_split)
         | dict(HAS_SOFTCAP=False, HAS_SINKS=False, UPCAST=False)
         | constants,
         types=dict(q_ptr=dtype, kv_ptr=kv_dtype or dtype, out_ptr=dtype, partial_ptr=out, lse_ptr=out, sink_ptr=dtype)
@@ -345,11 +345,12 @@ def placement() -> Iterator[Case]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--archs", type=int, nargs="+", default=[90], choices=list(SHARED_BYTES))
+    parser.add_argument("--only", default="", help="kernels whose names begin so")
     parser.add_argument("--json", action="store_true", help="one JSON list of rows")
     options = parser.parse_args()
     rows = []
     for case in (*cases(), *growth(), *placement()):
-        for arch in (arch for arch in options.archs if arch >= case.least_arch):
+        for arch in (arch for arch in options.archs if arch >= case.least_arch and case.name.startswith(options.only)):
             rows.append(asdict(compile_case(case, arch)))
             if not options.json:
                 print(*rows[-1].values(), sep="  ", flush=True)

@@ -21,8 +21,10 @@ heads, G query heads of each, d head width.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -262,12 +264,13 @@ def tree_attention(
         partial = torch.empty(splits, N, num_heads, d, dtype=torch.float32, device=q_NHd.device)
         lse = torch.empty(splits, N, num_heads, dtype=torch.float32, device=q_NHd.device)
     padded_d = max(16, _power_of_2(d))
+    keys = keys_of_block(shape.tile_pairs, padded_d, q_NHd.element_size(), _shared_bytes(q_NHd.device))
     _attend[(shape.num_tiles, H, splits)](
         q_NHd, kv_slots, out_NHd, partial, lse, q_NHd if sink_H is None else sink_H,
         plan.tiles_5T, plan.tile_lows_WT[w], plan.table_BP, plan.visible_N, plan.lows_WN[w], plan.ancestors_WN[w],
         scale, softcap or 0.0, N, plan.tiles_5T.shape[1], shape.table_width, splits, q_NHd.stride(0), q_NHd.stride(1),
         KV_HEADS=H, GROUP=shape.group_size, WIDTH=d, PADDED_WIDTH=padded_d, PAGE=shape.page_size,
-        PAIRS=shape.tile_pairs, KEYS=keys_of_block(padded_d, q_NHd.element_size()), IS_SPLIT=splits > 1,
+        PAIRS=shape.tile_pairs, KEYS=keys, IS_SPLIT=splits > 1,
         HAS_SOFTCAP=softcap is not None, HAS_SINKS=sink_H is not None, UPCAST=is_interpreted(),
         num_warps=warps_of_tile(shape.tile_pairs), num_stages=2,
     )  # fmt: skip
@@ -279,11 +282,26 @@ def tree_attention(
     return out_NHd.view(N, num_heads * d)
 
 
-def keys_of_block(padded_width: int, element_size: int) -> int:
-    """Return how many keys a program reads at once: what fits into shared memory, and in float32 into registers."""
+def keys_of_block(pairs: int, padded_width: int, element_size: int, shared_bytes: int) -> int:
+    """Return how many keys a program reads at once: what fits into shared memory, and in float32 into registers.
+
+    shared_bytes: what a program can have. It holds the queries, a block of keys and of values, and their weights.
+    """
     if element_size == 4:
         return 16 if padded_width > 64 else 32
-    return 32 if padded_width > 128 else 64
+    keys = 32 if padded_width > 128 else 64
+    while keys > 16 and element_size * ((pairs + 2 * keys) * padded_width + pairs * keys) > shared_bytes:
+        keys //= 2
+    return keys
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Return the shared memory that a program can have: 99 KiB on compute capability 8.6, 8.9 and 12.0, 163 on 8.0."""
+    if is_interpreted():
+        return sys.maxsize
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return int(properties["max_shared_mem"])  # which Triton compares a kernel's need with
 
 
 def warps_of_tile(pairs: int) -> int:

@@ -544,10 +544,12 @@ def test_a_nan_row_has_weight_zero_and_valid_columns(kernels: Kernels) -> None:
 # Compilation
 
 
-def test_every_kernel_compiles_for_hopper() -> None:
+@pytest.mark.parametrize("options", [(), ("--archs", "86", "89", "120", "--only", "attend: bf16, 256")], ids=" ".join)
+def test_every_kernel_compiles_for_hopper_and_attention_for_devices_with_less_shared_memory(
+    options: tuple[str, ...],
+) -> None:
     """Compile ahead of time, which needs no GPU, because the interpreter accepts more than the compiler."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.compile_kernels"], env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "tests.support.compile_kernels", *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
