@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -318,29 +319,28 @@ def _connect(exchange: Callable[[], bool], group: dist.ProcessGroup, who: str) -
     """Make NCCL connect the ranks of a group by a first exchange, which returns whether the right bytes arrived.
 
     NCCL connects at the first exchange, which takes up to seconds. In the first step, `auto` would count that time as
-    the cost of a draft. Where GPUs or nodes cannot reach each other, it waits forever or delivers other bytes.
-
-    Raises:
-        NotConnected: either of these.
+    the cost of a draft. Where GPUs or nodes cannot reach each other, it waits forever, and after CONNECT_S the process
+    ends; or it delivers other bytes, for which this raises NotConnected.
     """
     dist.all_reduce(torch.zeros(1), group=group)  # over gloo, so that all are here when the time begins
-    found: list[bool | Exception] = []
+    what = f"{who}: the first exchange over NCCL"
+    timer = threading.Timer(CONNECT_S, _give_up, [f"{what} took more than {CONNECT_S:.0f} s; {_ADVICE}"])
+    timer.daemon = True
+    timer.start()
+    try:
+        is_right = exchange()
+    except RuntimeError as error:
+        raise NotConnected(f"{what} failed: {error}; {_ADVICE}") from error
+    finally:
+        timer.cancel()
+    if not is_right:
+        raise NotConnected(f"{what} did not deliver what was sent; {_ADVICE}")
 
-    def run() -> None:
-        try:
-            found.append(exchange())
-        except Exception as error:
-            found.append(error)
 
-    thread = threading.Thread(target=run, name="connect", daemon=True)  # nothing interrupts NCCL
-    thread.start()
-    thread.join(CONNECT_S)
-    if found == [True]:
-        return
-    why = f"took more than {CONNECT_S:.0f} s"
-    if found:
-        why = "did not deliver what was sent" if found[0] is False else f"failed: {found[0]}"
-    raise NotConnected(f"{who}: the first exchange over NCCL {why}; {_ADVICE}")
+def _give_up(why: str) -> None:
+    """End the process with an error. Nothing interrupts NCCL, in which its thread waits."""
+    print(f"NotConnected: {why}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _exchange(group: dist.ProcessGroup, rank: int, other: int, device: torch.device) -> bool:

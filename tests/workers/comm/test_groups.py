@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -54,10 +55,11 @@ def test_a_store_that_stopped_listening_keeps_its_connections_and_refuses_new_on
     assert store.add("count", 1) + peer.add("count", 1) == 3
 
 
-def connect(world: World, exchange: Callable[..., bool], breaks: Callable[..., Any] | None = None) -> str:
+def connect(world: World, exchange: Callable[..., bool], breaks: Callable[..., Any] | None, told: Path) -> str:
     """Connect the two ranks of a world by an exchange over gloo, of which rank 1 breaks an operation."""
     group, device = dist.new_group([0, 1]), torch.device("cpu")
     groups.CONNECT_S = 2.0
+    sys.stderr = told.open("a")
     if breaks is not None and world.rank == 1:
         dist.send = dist.all_reduce = breaks
     ranks = (world.rank, 1 - world.rank) if exchange is groups._exchange else ()
@@ -85,12 +87,16 @@ def hang(tensor: torch.Tensor, *args: Any, all_reduce: Any = dist.all_reduce, **
 
 
 @pytest.mark.parametrize("exchange", [groups._exchange, groups._sum])
-def test_a_connection_is_checked_by_what_arrives_and_does_not_wait_forever(exchange: Callable[..., bool]) -> None:
+def test_a_connection_is_checked_by_what_arrives_and_does_not_wait_forever(
+    exchange: Callable[..., bool], tmp_path: Path
+) -> None:
     """NCCL itself would wait for the whole start-up, and hand on what broken links between GPUs deliver."""
     engine = EngineConfig(model_path="", tensor_parallel_size=2)
 
     def said(breaks: Callable[..., Any] | None) -> str:
-        return dict(in_processes(partial(connect, exchange=exchange, breaks=breaks), engine))[0]
+        told = tmp_path / "stderr"
+        found = dict(in_processes(partial(connect, exchange=exchange, breaks=breaks, told=told), engine))
+        return found.get(0) or told.read_text()
 
     assert said(None) == "connected"
     assert "verifier 0: the first exchange over NCCL did not deliver what was sent; set NCCL_DEBUG=INFO" in said(flip)
