@@ -152,7 +152,7 @@ class Target:
         With each come those of the `num_top` most likely tokens, or of the `chosen` ones instead.
         """
         assert self._raw_RV is not None
-        logits_NV = self._raw_RV[to_device(rows, self._raw_RV.device)]
+        logits_NV = self._raw_RV[to_device(rows, self._raw_RV.device)].float()
         if chosen is not None:
             return chosen_logprobs(logits_NV, tokens, chosen)
         return token_logprobs(logits_NV, tokens, [num_top] * len(tokens))
@@ -213,19 +213,27 @@ class Target:
         index_R = to_device(step.draw_index_R, raw_RW.device)
         start, end = self._decoder.vocab_range
         rows, columns = _constrained_rows(step), Columns(start, end - start)
-        logits_RW = constrain(raw_RW, rows, columns, grammar_masks(rows, columns, self.grammars))
         # Read from the step on the host: reading `params` would wait for the device's forward pass.
-        needs = step.sampling.needs
+        needs, in_place = step.sampling.needs, True
         if step.has_logprobs:
-            raw_RV = gather_vocab(raw_RW, tp, vocab_size)
+            kept_RW = raw_RW.to(self._decoder.logits_dtype)
+            in_place = kept_RW is not raw_RW
+            raw_RV = gather_vocab(kept_RW, tp, vocab_size)
             self._raw_RV = raw_RV if tp.rank == 0 else None
+        masks = grammar_masks(rows, columns, self.grammars)
+        logits_RW = constrain(raw_RW, rows, columns, masks, in_place=in_place and raw_RW.is_contiguous())
         if step.has_sampled or needs.top:
             whole_RV = gather_vocab(logits_RW, tp, vocab_size)
             if tp.rank > 0:
                 return None
             threshold = self._decoder.kernels.truncation_threshold
             self._processed_RV = process_logits_static(
-                whole_RV, params, has_min_p=needs.min_p, has_top=needs.top, threshold=threshold
+                whole_RV,
+                params,
+                has_min_p=needs.min_p,
+                has_top=needs.top,
+                threshold=threshold,
+                in_place=in_place or whole_RV is not raw_RW,
             )
             if not step.has_draws:
                 if whole_RV.is_cuda:

@@ -37,8 +37,6 @@ def target_workspace(config: EngineConfig, spec: ModelSpec, *, num_taps: int = 0
     return Workspace(
         buffers=graph_bytes(shape, config, own, input_bytes=2 * 4, widths=outputs),
         captured=pass_bytes(shape, config, most),
-        eager=states
-        + rows * outputs * item
-        + max(logits_bytes(config, spec.vocab_size), pass_bytes(shape, config, eager_rows)),
+        eager=states + rows * outputs * item + max(logits_bytes(config, spec), pass_bytes(shape, config, eager_rows)),
         libraries=LIBRARY_BYTES if config.device == "cuda" else 0,
     )

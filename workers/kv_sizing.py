@@ -13,21 +13,27 @@ import torch
 
 from workers.comm.groups import World
 from workers.config import EngineConfig
+from workers.models.specs import ModelSpec, TransformersSpec
 
-_LOGITS_COPIES = 3
-"""Float32 copies of a step's logits that exist at once: raw, after the logits processors, after truncation."""
 SCORED_ROWS = 64
-"""Prompt rows whose logits exist at once, when a request asks for the log-probabilities of its prompt."""
+"""Rows of which several copies of the logits exist at once: prompt rows whose log-probabilities a request asks for, and
+the rows of trees that are verified by rejection."""
+_SCORED_COPIES = 4
 _CPU_SHARE = 0.25
 """Share of the machine's free memory for all pools on CPU, where a page takes no memory until it is written."""
 
 
-def logits_bytes(config: EngineConfig, vocab_size: int) -> int:
+def logits_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     """Memory that a verifier rank needs for the logits of a full step's tree rows, or of a block of prompt rows.
 
-    With large trees this is the largest temporary allocation.
+    With large trees this is the largest temporary allocation. A logit takes 4 bytes in float32, in which it is
+    processed; those that its head computes in, for log-probabilities; and one to compare it with a threshold. Several
+    ranks gather float32 shards into whole rows, which exist twice meanwhile.
     """
-    return _LOGITS_COPIES * 4 * vocab_size * max(config.max_num_seqs * config.tree_rows, SCORED_ROWS)
+    size, kept = config.tensor_parallel_size, 4 if isinstance(spec, TransformersSpec) else config.item_bytes
+    of_logit = 4 + kept + 1 if size == 1 else 8 + kept + -(-8 // size)
+    rows, of_scored = config.max_num_seqs * config.tree_rows, 4 * _SCORED_COPIES
+    return spec.vocab_size * max(of_logit * rows + of_scored * min(rows, SCORED_ROWS), of_scored * SCORED_ROWS)
 
 
 def agree_on_pages(world: World, bytes_per_slot: int, *, bytes_beside: int = 0) -> int:

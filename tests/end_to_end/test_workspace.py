@@ -32,7 +32,7 @@ from workers.models.layers import TensorParallel
 from workers.models.readers import read_specs
 from workers.models.specs import Specs
 from workers.settings import SamplingSettings
-from workers.types import DraftRequest, SamplingBatch
+from workers.types import DraftRequest, SamplingBatch, ScoredRows
 from workers.workspace import Workspace, max_message_rows
 
 torch.set_num_threads(1)
@@ -119,7 +119,12 @@ def test_the_target_takes_what_was_counted(
             _timed(target, config, num_pages, most_trees, sampling)
             target.states()
 
-        eager = measured.eager(*(partial(step, sampling) for sampling in settings))
+        many = torch.arange(64, dtype=torch.int32)
+        scored = ScoredRows(row_S=many, token_S=many, num_top_S=many)
+        rows_ND = torch.zeros(64, specs.target.hidden_size, dtype=getattr(torch, dtype), device="cuda")
+        eager = measured.eager(
+            *(partial(step, sampling) for sampling in settings), partial(target._score, rows_ND, scored)
+        )
     reads_taps = method == "eagle3"
     counted = target_workspace(
         config, specs.target, num_taps=3 * reads_taps, state_width=3 * reads_taps * specs.target.hidden_size

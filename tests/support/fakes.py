@@ -135,7 +135,9 @@ class FakeTarget(Target):
         vocab = language.vocab
         alone = SimpleNamespace(rank=0, size=1)
         spec = SimpleNamespace(vocab_size=vocab)
-        decoder: Any = SimpleNamespace(tp=alone, spec=spec, vocab_range=(0, vocab), kernels=TORCH)
+        decoder: Any = SimpleNamespace(
+            tp=alone, spec=spec, vocab_range=(0, vocab), kernels=TORCH, logits_dtype=torch.float32
+        )
         kv: Any = None
         super().__init__(decoder, kv, page_size, None, (lambda states: states) if waiting else None, waiting)
         self._language, self._max_model_len = language, max_model_len

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.engines import bundled
 from workers import kv_sizing
 from workers.config import DraftConfig, EngineConfig
 from workers.kv_cache import FP8, KVPool
 from workers.kv_sizing import agree_on_pages, logits_bytes, ranks_on_device_of
+from workers.models.readers import read_spec
 
 GIB = 1 << 30
 
@@ -84,8 +86,12 @@ def test_temporary_allocations_have_reserved_memory(monkeypatch):
     apart, together = engine(tp=1, draft_tp=1), engine(tp=1, draft_tp=1, placement="colocated")
     assert pages(monkeypatch, apart, [64_000, 8_000], free, [GIB, 0]) == 7 * GIB // (64_000 * 16)
     assert pages(monkeypatch, together, [64_000, 8_000], free, [GIB, 0]) == 7 * GIB // (72_000 * 16)
-    # 64 trees of 17 rows over 128,256 tokens, three times in float32
-    assert logits_bytes(replace(apart, max_num_seqs=64), 128_256) == 64 * 17 * 128_256 * 12
+    # 64 trees of 17 rows over 128,256 tokens: once in float32, once as the head computes them, once compared
+    spec = replace(read_spec(bundled().model_path), vocab_size=128_256)
+    seats = replace(apart, max_num_seqs=64, dtype="bfloat16")
+    assert logits_bytes(seats, spec) == (64 * 17 * (4 + 2 + 1) + 64 * 4 * 4) * 128_256
+    assert logits_bytes(replace(seats, dtype="float32"), spec) == (64 * 17 * (4 + 4 + 1) + 64 * 4 * 4) * 128_256
+    assert logits_bytes(replace(seats, max_num_seqs=1), spec) == 64 * 4 * 4 * 128_256, "prompt rows that are scored"
 
 
 def test_memory_freed_after_loading_is_returned_before_measuring(monkeypatch):

@@ -15,7 +15,7 @@ Legend: B requests, N packed rows, V vocabulary.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from verifier.acceptance.rejection import accept_rejection
 from verifier.tree import select
+from workers.kv_sizing import SCORED_ROWS
 from workers.sampling.sampler import coupled_scores, process_logits
 from workers.settings import Rule
 from workers.types import DraftProbs, SamplingBatch, TreeBatch, Verdict
@@ -81,18 +82,29 @@ def verify(
     sampled = [i for i, rule in enumerate(rules) if rule.is_sampled]
     if not sampled:
         return walk(trees, drawn_N)
-    own_trees, own_probs, rows = select(trees, probs, sampled)
-    root_position = np.array([root_position_B[i] for i in sampled])
-    own_rules = [rules[i] for i in sampled]
-    sampled_verdicts = accept_rejection(
-        own_trees, processed(rows), params(sampled), root_position, own_probs, own_rules
-    )
-    if len(sampled) == len(rules):
-        return sampled_verdicts
-    verdicts = walk(trees, drawn_N)
-    for i, verdict in zip(sampled, sampled_verdicts, strict=True):
-        verdicts[i] = verdict
-    return verdicts
+    found: dict[int, Verdict] = {}
+    for own in _blocks(sampled, trees.offsets.tolist()):
+        own_trees, own_probs, rows = select(trees, probs, own)
+        root_position = np.array([root_position_B[i] for i in own])
+        own_rules = [rules[i] for i in own]
+        verdicts = accept_rejection(own_trees, processed(rows), params(own), root_position, own_probs, own_rules)
+        found |= zip(own, verdicts, strict=True)
+    walked = walk(trees, drawn_N) if len(found) < len(rules) else []
+    return [found[i] if i in found else walked[i] for i in range(len(rules))]
+
+
+def _blocks(requests: Sequence[int], offsets: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the requests in runs of at most SCORED_ROWS tree rows, since a row takes several rows of a vocabulary."""
+    block: list[int] = []
+    num_rows = 0
+    for request in requests:
+        own = offsets[request + 1] - offsets[request]
+        if block and num_rows + own > SCORED_ROWS:
+            yield block
+            block, num_rows = [], 0
+        block.append(request)
+        num_rows += own
+    yield block
 
 
 def walk(trees: TreeBatch, winner_N: list[int]) -> list[Verdict]:

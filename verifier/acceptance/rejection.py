@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from workers.sampling.philox import Stream, uniform
@@ -215,9 +214,9 @@ def _log_p(processed_NV: Tensor, is_greedy_N: np.ndarray) -> Tensor:
     log_p_NV = processed_NV.log_softmax(-1)
     if not is_greedy_N.any():
         return log_p_NV
-    is_best_NV = F.one_hot(processed_NV.argmax(-1), processed_NV.shape[-1])
-    is_greedy_N1 = to_device(is_greedy_N, processed_NV.device)[:, None]
-    return torch.where(is_greedy_N1, is_best_NV.to(log_p_NV.dtype).log(), log_p_NV)
+    best_N1, is_greedy_N1 = processed_NV.argmax(-1, keepdim=True), to_device(is_greedy_N, processed_NV.device)[:, None]
+    of_best_N1 = torch.where(is_greedy_N1, 0.0, log_p_NV.gather(1, best_N1))
+    return log_p_NV.masked_fill_(is_greedy_N1, -torch.inf).scatter_(1, best_N1, of_best_N1)
 
 
 def _toss(seed: int, root_position: int, row: int, probability: float) -> bool:

@@ -43,6 +43,11 @@ class BaseDecoder(ABC):
         self.vocab_range = (start, end)
 
     @property
+    def logits_dtype(self) -> torch.dtype:
+        """The type that holds the values of `logits` exactly: what the head computes in."""
+        return self.dtype
+
+    @property
     def can_be_captured(self) -> bool:
         """True if a forward pass on CUDA does not synchronize with the host."""
         return True

@@ -128,6 +128,11 @@ class TransformersDecoder(BaseDecoder):
         self._captured.clear()
         return Hidden(output.last_hidden_state[0], taps_N3D)
 
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """See `BaseDecoder.logits_dtype`: some classes go on in float32 behind the head."""
+        return torch.float32
+
     @torch.inference_mode()
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """See `BaseDecoder.logits`."""

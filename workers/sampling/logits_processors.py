@@ -38,17 +38,23 @@ from workers.transfer import to_device
 
 
 def constrain(
-    logits_RW: Tensor, rows: Sequence[ConstrainedRow], columns: Columns, masks: GrammarMasks | None = None
+    logits_RW: Tensor,
+    rows: Sequence[ConstrainedRow],
+    columns: Columns,
+    masks: GrammarMasks | None = None,
+    *,
+    in_place: bool = False,
 ) -> Tensor:
     """Return float32 logits with the edits of `rows` applied, or the argument itself without rows.
 
     Each row may occur once. Rows with the same LogitsState object share its planning. The edits are planned on the host
-    and copied to the logits' device at once, without synchronizing. masks: those of the rows with a grammar.
+    and copied to the logits' device at once, without synchronizing. masks: those of the rows with a grammar. in_place:
+    the argument, contiguous and float32, may be edited instead of a copy.
     """
     if not rows:
         return logits_RW
     allowed, forbidden, biased, penalized, on_path_P = plan_edits(rows, columns, logits_RW.device)
-    x_RW = logits_RW.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    x_RW = logits_RW.to(torch.float32, copy=not in_place, memory_format=torch.contiguous_format)
     flat, width = x_RW.view(-1), x_RW.shape[1]
     if masks is not None:
         apply_masks(x_RW, masks)

@@ -54,14 +54,16 @@ def process_logits_static(
     has_min_p: bool,
     has_top: bool,
     threshold: ThresholdKernel = truncation_threshold,
+    in_place: bool = False,
 ) -> Tensor:
     """`process_logits` without data-dependent control flow, as CUDA graphs need it.
 
     has_min_p, has_top: some row may use min-p, or top-k or top-p; other rows are unaffected. threshold: the
-    `truncation_threshold` of the kernels in use.
+    `truncation_threshold` of the kernels in use. in_place: float32 logits may be overwritten.
     """
     is_hot_R = params.temperature_B > 0
-    x = logits_RV.float() / torch.where(is_hot_R, params.temperature_B, 1.0)[:, None]
+    x, temperature_R1 = logits_RV.float(), torch.where(is_hot_R, params.temperature_B, 1.0)[:, None]
+    x = x.div_(temperature_R1) if in_place else x / temperature_R1
     if has_min_p:
         x.masked_fill_(x < (x.amax(-1, keepdim=True) + _min_p_offset(params)[:, None]), -torch.inf)
     if has_top:

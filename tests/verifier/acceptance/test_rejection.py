@@ -9,6 +9,7 @@ import pytest
 import scipy.stats
 import torch
 
+import verifier.acceptance.coupled
 import verifier.acceptance.rejection
 from drafter.tree.sample import DrawBits, Support, draw_children
 from tests.support import oracles
@@ -390,3 +391,22 @@ def test_a_batch_of_sampled_requests_alone_is_judged_too():
     batch = SamplingBatch.stack(params)
     verdicts = accept(trees, torch.cat(logits), batch, torch.tensor(positions), rules, probs)
     assert verdicts == judge(each, torch.cat(logits), params, positions, rules)
+
+
+@pytest.mark.parametrize("most_rows", [1, 9])
+def test_a_large_batch_is_judged_in_blocks_with_the_same_verdicts(most_rows, monkeypatch):
+    """Each row takes several rows of a vocabulary of float32 in memory."""
+    each, logits, params, positions, rules = ragged_batch()
+    trees, probs = pack(each)
+    batch, sizes, judged = SamplingBatch.stack(params), trees.offsets.diff().tolist(), []
+
+    def recorded(trees, processed_NV, *rest):
+        judged.append(len(processed_NV))
+        return accept_rejection(trees, processed_NV, *rest)
+
+    monkeypatch.setattr(verifier.acceptance.coupled, "accept_rejection", recorded)
+    whole = accept(trees, torch.cat(logits), batch, torch.tensor(positions), rules, probs)
+    assert judged == [sum(sizes)] and sum(sizes) <= 64
+    monkeypatch.setattr(verifier.acceptance.coupled, "SCORED_ROWS", most_rows)
+    assert accept(trees, torch.cat(logits), batch, torch.tensor(positions), rules, probs) == whole
+    assert sum(judged[1:]) == sum(sizes) and max(judged[1:]) <= max(most_rows, *sizes) and len(judged) > 4

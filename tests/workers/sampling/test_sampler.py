@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import oracles
-from workers.sampling.sampler import draw, params_after_processing, process_logits, shard_best, truncation_threshold
+from workers.sampling.sampler import (
+    draw,
+    params_after_processing,
+    process_logits,
+    process_logits_static,
+    shard_best,
+    truncation_threshold,
+)
 from workers.settings import SamplingSettings
 from workers.types import SamplingBatch
 
@@ -188,6 +195,9 @@ def test_processed_rows_draw_what_their_logits_draw(params, seed):
     processed_RV, left = process_logits(logits_RV, batch), params_after_processing(batch)
     assert torch.equal(process_logits(processed_RV, left), processed_RV)
     assert torch.equal(draw(processed_RV, left, index_R), draw(logits_RV, batch, index_R))
+    own_RV, which = logits_RV.clone(), {"has_min_p": batch.needs.min_p, "has_top": batch.needs.top}
+    assert torch.equal(process_logits_static(own_RV, batch, **which, in_place=True), processed_RV)
+    assert torch.equal(own_RV, processed_RV)
 
 
 def test_nan_logits_are_truncated_without_a_warning(recwarn):
