@@ -28,7 +28,7 @@ from cluster.engine.hang_monitor import HangMonitor
 from cluster.engine.rank_exits import EngineDead, RankExit, root_cause
 from cluster.engine.rank_placement import interface_env, num_bundles, rank_placements
 from cluster.engine.rank_process import RankProcess, RankStarter
-from cluster.system.gpus import gpu_names
+from cluster.system.gpus import VARIABLE, gpu_names
 from cluster.system.temp_dirs import OwnedTempDir
 from secateur.errors import ConfigError
 from workers.config import DRAFT_LINK_VARIABLE, PULSE_VARIABLE, EngineConfig
@@ -159,7 +159,7 @@ class EngineProcesses:
     ) -> None:
         devices = self._devices()
         device = devices[rank_placements(self._config)[rank].bundle] if devices else ""
-        own = {"CUDA_VISIBLE_DEVICES": device, **self._env, **(env or {})}
+        own = {VARIABLE: device, **self._env, **(env or {})}
         self._starter.wait_ready()  # not while it holds the lock, which `close` takes
         with self._lock:
             if self._closing.is_set():
@@ -172,12 +172,13 @@ class EngineProcesses:
         """Return the devices of the bundles; [] on CPU. Raises ConfigError if too few are visible."""
         if self._config.device == "cpu":
             return []
-        need, visible = num_bundles(self._config), os.environ.get("CUDA_VISIBLE_DEVICES")
+        need, visible = num_bundles(self._config), os.environ.get(VARIABLE)
         if visible is None:
-            return gpu_names()[:need] or [str(index) for index in range(need)]
-        have = [name.strip() for name in visible.split(",") if name.strip()]
+            have, where = gpu_names() or [str(index) for index in range(need)], "this machine"
+        else:
+            have, where = [name.strip() for name in visible.split(",") if name.strip()], f"{VARIABLE}={visible!r}"
         if len(have) < need:
-            raise ConfigError(f"the engine needs {need} devices, CUDA_VISIBLE_DEVICES={visible!r} has {len(have)}")
+            raise ConfigError(f"the engine needs {need} devices, {where} has {len(have)}")
         return have[:need]
 
     def _watch(self) -> None:

@@ -19,6 +19,7 @@ from cluster.engine.rank_exits import RankExit
 from cluster.engine.rank_placement import interface_env
 from cluster.engine.rank_process import RankProcess, RankStarter
 from cluster.serve.progress import report_stage
+from cluster.system.gpus import VARIABLE
 from workers.config import EngineConfig
 from workers.models.specs import Specs
 
@@ -57,7 +58,7 @@ class Worker:
         await self.kill()
         if EngineConfig.from_json(config).device == "cuda":
             # Ray may have been told to leave this variable as it is on the node.
-            env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])}
+            env = {**env, VARIABLE: ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])}
         self._process = self._starter.start(
             EngineConfig.from_json(config),
             Specs.from_json(specs),

@@ -307,7 +307,8 @@ def _new_group(config: EngineConfig, ranks: list[int]) -> dist.ProcessGroup | No
 
 def _step_timeouts(config: EngineConfig, *connections: Waiting | None, leads: bool) -> tuple[StepTimeout, ...]:
     """Return this rank's timeouts on connections: the first rank waits for replies only, others also for messages."""
-    seconds = max(config.step_timeout_s, config.device_timeout_s) if leads else config.idle_timeout_s
+    longer = config.device_timeout_s - config.hang_timeout_s  # a pass may take
+    seconds = config.step_timeout_s + longer if leads else config.idle_timeout_s
     return tuple(StepTimeout(connection, seconds) for connection in connections if connection is not None)
 
 
