@@ -108,54 +108,28 @@ def schedule(
         num_free_pages += limits.pages_for(leaving) - len(still_held.intersection(leaving.pages))
 
     decode = [request for request in kept if request.is_decoding]
-    # Prompts advance by at least a page however many trees there are, so no request starves.
-    budget = max(limits.page_size, limits.max_num_batched_tokens - sum(request.tree_rows for request in decode))
-    num_scorable = limits.max_scored_rows
-    prefill: list[tuple[Request, PromptChunk]] = []
-    long: int | None = None  # the place in `prefill` of a prompt that this step does not finish; none behind it does so
-
-    def fits(request: Request, start: int) -> bool:
-        return budget > 0 and (long is None or request.root - start <= budget)
-
-    def take(request: Request, start: int) -> None:
-        nonlocal budget, num_scorable, long
-        stop = min(request.root, start + budget)
-        if stop < request.root:
-            long = len(prefill)
-            stop -= max(0, min(budget // 2, budget - limits.page_size))
-        if unknown := request.to_score(start, stop):
-            stop = min(stop, unknown.start + max(limits.page_size, num_scorable))
-            num_scorable -= stop - unknown.start
-        prefill.append((request, PromptChunk(start, stop)))
-        budget -= stop - start
-
+    prompts = _PromptRows(limits, sum(request.tree_rows for request in decode))
     for request in kept:
-        if not request.is_decoding and fits(request, request.num_computed):
-            take(request, request.num_computed)
+        if not request.is_decoding and prompts.fits(request, request.num_computed):
+            prompts.take(request, request.num_computed)
     shared: list[tuple[Request, list[int]]] = []
     candidates, lacks_pages = [] if preempted else waiting, bool(preempted)
     room = num_free_pages
     if candidates:
         room -= sum(limits.pages_for(request, 2) - limits.pages_for(request) for request in decode)
     for request in candidates:
-        if budget <= 0 or len(kept) + len(shared) >= limits.max_num_seqs:
+        if prompts.budget <= 0 or len(kept) + len(shared) >= limits.max_num_seqs:
             break
         found = find(request)
         start = len(found.pages) * limits.page_size
-        if not fits(request, start):
+        if not prompts.fits(request, start):
             break
         room -= limits.pages_for(request) - found.num_held
         if room < 0:
             lacks_pages = True
             break  # nobody overtakes for want of pages, or large requests would starve
         shared.append((request, found.pages))
-        take(request, start)
-    if long is not None and budget > 0:
-        request, chunk = prefill[long]
-        stop = min(request.root, chunk.stop + budget)
-        if unknown := request.to_score(chunk.stop, stop):
-            stop = min(stop, unknown.start + max(0, num_scorable))
-        prefill[long] = request, PromptChunk(chunk.start, stop)
+        prompts.take(request, start)
     taken = [(request, limits.pages_for(request) - len(request.pages)) for request in kept]
     taken += [(request, limits.pages_for(request) - len(pages)) for request, pages in shared]
     return Step(
@@ -163,6 +137,44 @@ def schedule(
         shared=shared,
         pages=[(request, count) for request, count in taken if count],
         decode=decode,
-        prefill=prefill,
+        prefill=prompts.finished(),
         lacks_pages=lacks_pages,
     )
+
+
+class _PromptRows:
+    """The prompt rows of a step, given to requests in their order."""
+
+    def __init__(self, limits: Limits, num_tree_rows: int) -> None:
+        self._page_size = limits.page_size
+        # Prompts advance by at least a page however many trees there are, so no request starves.
+        self.budget = max(limits.page_size, limits.max_num_batched_tokens - num_tree_rows)
+        self._num_scorable = limits.max_scored_rows
+        self._chunks: list[tuple[Request, PromptChunk]] = []
+        self._long: int | None = None  # the place of a prompt that this step does not finish; none after it does so
+
+    def fits(self, request: Request, start: int) -> bool:
+        """Return whether a prompt may have rows from `start` on."""
+        return self.budget > 0 and (self._long is None or request.root - start <= self.budget)
+
+    def take(self, request: Request, start: int) -> None:
+        """Give a prompt its rows; a long one at first half of them, so that short ones go along."""
+        stop = min(request.root, start + self.budget)
+        if stop < request.root:
+            self._long = len(self._chunks)
+            stop -= max(0, min(self.budget // 2, self.budget - self._page_size))
+        if unknown := request.to_score(start, stop):
+            stop = min(stop, unknown.start + max(self._page_size, self._num_scorable))
+            self._num_scorable -= stop - unknown.start
+        self._chunks.append((request, PromptChunk(start, stop)))
+        self.budget -= stop - start
+
+    def finished(self) -> list[tuple[Request, PromptChunk]]:
+        """Give the long prompt what is left, and return the chunks."""
+        if self._long is not None and self.budget > 0:
+            request, chunk = self._chunks[self._long]
+            stop = min(request.root, chunk.stop + self.budget)
+            if unknown := request.to_score(chunk.stop, stop):
+                stop = min(stop, unknown.start + max(0, self._num_scorable))
+            self._chunks[self._long] = request, PromptChunk(chunk.start, stop)
+        return self._chunks

@@ -80,19 +80,7 @@ def build_submits(
         side=request.truncation_side,
     )
     max_tokens = _max_tokens(request, prompt, limits)
-    if request.min_tokens > max_tokens:
-        if max_tokens == limits.default_max_tokens:
-            raise BadRequest(
-                f"min_tokens={request.min_tokens} is more than max_tokens={max_tokens}, this model's default; write "
-                "max_tokens as well",
-                param="min_tokens",
-            )
-        raise BadRequest(
-            f"min_tokens={request.min_tokens} is more than the {max_tokens} that {len(prompt)} prompt tokens leave of "
-            f"this model's {limits.max_model_len}; ask for at most {max_tokens}",
-            param="min_tokens",
-            code="context_length_exceeded",
-        )
+    _check_min_tokens(request.min_tokens, max_tokens, len(prompt), limits)
     first = Submit(
         id=new_id(),
         prompt=prompt,
@@ -129,6 +117,23 @@ def build_submits(
             for number in range(1, request.n)
         ),
     ]
+
+
+def _check_min_tokens(min_tokens: int, max_tokens: int, num_prompt: int, limits: RequestLimits) -> None:
+    if min_tokens <= max_tokens:
+        return
+    if max_tokens == limits.default_max_tokens:
+        raise BadRequest(
+            f"min_tokens={min_tokens} is more than max_tokens={max_tokens}, this model's default; write max_tokens as "
+            "well",
+            param="min_tokens",
+        )
+    raise BadRequest(
+        f"min_tokens={min_tokens} is more than the {max_tokens} that {num_prompt} prompt tokens leave of this model's "
+        f"{limits.max_model_len}; ask for at most {max_tokens}",
+        param="min_tokens",
+        code="context_length_exceeded",
+    )
 
 
 def truncate(

@@ -141,16 +141,28 @@ def grow(
         model: `expand` is called once per level below the roots, only with nodes that need it.
         grammars: required if a request has a grammar.
     """
-    limits, sampling = trees.limits, trees.sampling
     cost_model = TreeCostModel(trees.costs) if trees.costs is not None else None
-    is_best_first_B = limits.is_auto_B & ~limits.is_sampled_B & isinstance(policy, DynamicTreePolicy)
+    grown = None
     if model.tree_graphs is not None and _only_penalize(trees.logits_states):
         grown = model.tree_graphs(trees)
-        if grown is not None:
-            return _finish(grown, trees, cost_model)
-    if callable(roots):
-        roots = roots()
+    if grown is None:
+        read = roots() if callable(roots) else roots
+        constraints = _PathConstraints(trees.logits_states, model.vocab, grammars)
+        grown = _by_level(trees, read, model, policy, cost_model, kernels, constraints)
+    return _finish(grown, trees, cost_model)
 
+
+def _by_level(
+    trees: TreeRequests,
+    roots: Tensor | NgramCandidates,
+    model: DraftDistributions,
+    policy: TreePolicy,
+    cost_model: TreeCostModel | None,
+    kernels: Kernels,
+    constraints: _PathConstraints,
+) -> UnprunedTrees:
+    limits, sampling = trees.limits, trees.sampling
+    is_best_first_B = limits.is_auto_B & ~limits.is_sampled_B & isinstance(policy, DynamicTreePolicy)
     growths: list[Growth] = []
     best_first, budgeted = np.flatnonzero(is_best_first_B), np.flatnonzero(~is_best_first_B)
     if len(best_first):
@@ -159,7 +171,6 @@ def grow(
     if len(budgeted) or not len(best_first):
         growths.append(BudgetedGrowth(budgeted, trees, policy, cost_model))
     _prepare_noise(roots, trees, model.vocab)
-    constraints = _PathConstraints(trees.logits_states, model.vocab, grammars)
     has_truncation = sampling.needs.truncates  # read on the host, once for all levels
     num_levels = num_run = 0
     while True:
@@ -188,7 +199,7 @@ def grow(
             elif (owner_F == i).any():
                 growth.add_children(frontier.rows(owner_F == i), scores.rows(owner_F == i))
     nodes = TreeNodes.concatenate([growth.nodes() for growth in growths])
-    grown = UnprunedTrees(
+    return UnprunedTrees(
         nodes=nodes.rows(np.lexsort((nodes.row_N, nodes.request_N))),
         sampled=[nodes for growth in growths for nodes in growth.sampled],
         pruned_BD=np.add.reduce([growth.pruned_BD for growth in growths], dtype=np.int32),
@@ -196,7 +207,6 @@ def grow(
         num_run=num_run,
         pruned=[] if trees.traced_B is None else [nodes for growth in growths for nodes in growth.pruned()],
     )
-    return _finish(grown, trees, cost_model)
 
 
 def _finish(grown: UnprunedTrees, asked: TreeRequests, cost_model: TreeCostModel | None) -> GrownTrees:
