@@ -324,7 +324,7 @@ class EngineClient:
                     self._send(pending.next_submit())
                 self._start.set()
             case _:
-                raise ValueError(f"the engine sent a {type(message).__name__}, which only the service may send")
+                raise ValueError(f"the engine sent {type(message).__name__}, which only the service may send")
 
     def _note_service(self, pending: _Pending, last: TokenChunk) -> None:
         if last.finish_reason == "error":

@@ -13,7 +13,17 @@ from cluster.engine import engine_client
 from cluster.engine.engine_client import DeadlyRequest, EngineClient
 from cluster.engine.rank_exits import EngineDead
 from tests.support.fake_engine import FakeEngine, StandingClock
-from workers.comm.ipc import Abort, Submit, TokenChunk
+from workers.comm.ipc import (
+    Abort,
+    DrafterLost,
+    EngineStats,
+    FrameSocket,
+    Ready,
+    StepOutput,
+    Submit,
+    TokenChunk,
+    connect,
+)
 
 
 @pytest.fixture
@@ -261,3 +271,59 @@ def test_the_average_time_of_requests_moves_by_a_part_of_what_the_last_one_took(
         assert client.service_s == 3 - 2 * engine_client.SERVICE_WEIGHT
 
     with_fake(tmp_path, body)
+
+
+async def connected(client: EngineClient, address: str) -> FrameSocket:
+    """Open the client's socket and return the engine's end of it."""
+    told = await client.listen(address)
+    return FrameSocket(await asyncio.to_thread(connect, told))
+
+
+async def test_an_engine_on_another_node_connects_over_tcp() -> None:
+    client = EngineClient()
+    fake = FakeEngine(await client.listen("tcp:127.0.0.1:0"), lambda submit: [[1, 2]])
+    scheme, host, port = client.address.split(":")
+    assert (scheme, host) == ("tcp", "127.0.0.1") and int(port) > 0
+    await client.wait_ready(60)
+    assert [chunk.tokens for chunk in await collect(client, Submit(id=1, prompt=[1], max_tokens=2))] == [[1, 2]]
+    await client.close()
+    fake.die()
+
+
+async def test_an_engine_that_sends_what_only_a_service_may_send_is_lost(tmp_path: Path) -> None:
+    client, reasons = EngineClient(cause_wait_s=0.0), list[str]()
+    client.on_loss = reasons.append
+    engine = await connected(client, f"unix:{tmp_path}/socket")
+    engine.send(Abort(id=1))
+    await until(lambda: bool(reasons))
+    assert reasons == ["the engine's connection broke: the engine sent Abort, which only the service may send"]
+    engine.close()
+    await client.close()
+
+
+async def test_a_lost_drafter_is_told_with_its_reason(tmp_path: Path) -> None:
+    client, told = EngineClient(), list[DrafterLost]()
+    client.on_drafter_lost = told.append
+    engine = await connected(client, f"unix:{tmp_path}/socket")
+    lost = DrafterLost(reason="drafter 0 was killed", link="tcp:127.0.0.1:1")
+    engine.send(lost)
+    await until(lambda: bool(told))
+    assert told == [lost] and client.drafter_lost == lost and not client.stats.has_drafter
+    engine.close()
+    await client.close()
+
+
+async def test_a_request_that_fails_is_not_in_the_average_time(tmp_path: Path, clock: StandingClock) -> None:
+    client = EngineClient()
+    engine = await connected(client, f"unix:{tmp_path}/socket")
+    engine.send(Ready(topology=[], max_model_len=9, vocab_size=9, num_pages=9))
+    await client.wait_ready(60)
+    waiting = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
+    await asyncio.sleep(0)
+    clock.now += 5
+    failed = TokenChunk(id=1, tokens=[], finish_reason="error", error="no page is left")
+    engine.send(StepOutput(chunks=[failed], stats=EngineStats()))
+    assert [chunk.error for chunk in await waiting] == ["no page is left"]
+    assert client.service_s == 0
+    engine.close()
+    await client.close()
