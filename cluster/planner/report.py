@@ -80,7 +80,7 @@ def _cells(*cells: object, start: int = 0) -> str:
 
 
 def _placements(forecast: Forecast, config: EngineConfig) -> str:
-    """Compare placements. No overlap is predicted, so a dedicated drafter adds devices but no speed."""
+    """Compare placements. Drafting and verifying take turns, so a dedicated drafter adds devices but no speed."""
     assert config.draft is not None
     batch = forecast.batches[-1]
     parts = []

@@ -29,7 +29,7 @@ Batches = Annotated[list[int] | None, typer.Option("--batches", metavar="N ...",
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Tokens per answer [48].")]
 Rounds = Annotated[int | None, typer.Option("--rounds", help="Rounds; the report gives medians [3].")]
 
-MOVED = {"acceptance": "acceptance", "latency": "speed", "throughput": "speed", "trace": "overlap"}
+MOVED = {"acceptance": "acceptance", "latency": "speed", "throughput": "speed"}
 """Commands of earlier versions, and the module of `bench/` in the repository that replaced each."""
 
 

@@ -88,7 +88,6 @@ def test_wrong_arguments_are_reported_before_anything_is_loaded(flags, says, ask
         (["acceptance", "--temperatures", "0", "1"], "bench.acceptance"),
         (["latency"], "bench.speed"),
         (["throughput", "some/model", "--help"], "bench.speed"),
-        (["trace", "--modes", "none"], "bench.overlap"),
     ],
 )
 def test_commands_that_have_left_the_package_name_what_replaces_them(command, module, capsys) -> None:
