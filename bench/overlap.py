@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-# An 8B model in bfloat16 on an H200: a forward by rows (results/2026-11-26-step-8b-cuda.md, with the logits of a
-# vocabulary of 128k), and beyond 264 rows its slope there.
+# An 8B model in bfloat16 on an H200: a forward by rows (2026-11-26, `secateur bench step --target-cost 8b`, and 0.5 ms
+# for the logits of a vocabulary of 128k), and beyond 264 rows its slope there.
 ROWS = [1, 8, 40, 72, 136, 264, 512, 1088]
 FORWARD_MS = [5.1, 5.3, 5.5, 5.9, 7.4, 10.0, 15.0, 27.5]
 # A head of such a model, a tree of eight levels in one graph (results/2026-11-27-gpu-h200.md, two sizes of batch); and

@@ -35,9 +35,6 @@ from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, S
 
 _SOME_MESSAGES = [{"role": "user", "content": ""}]
 _UNKNOWN_MODEL_LEN = 2048  # the placement does not depend on it
-_CORES_PER_DRAFTER = 8
-"""With fewer, a drafter that works beside a verifier in bfloat16 takes too large a part of its cores. Measured with 2;
-8 is a guess."""
 
 
 def visible_gpus() -> int:

@@ -85,7 +85,7 @@ class EngineArgs(Strict):
     """Do not capture CUDA graphs."""
     threads: PositiveInt | None = None
     """Threads of a verifier rank on CPU. None: 1 in float32, most of whose products run on one thread; in bfloat16 all
-    cores that the process may use."""
+    cores that the process may use, shared by the ranks."""
     seed: int | None = None
     """Seed for requests that do not set one; None draws one per request."""
     max_model_len: Annotated[int, Field(ge=SHORTEST_REQUEST)] | None = None

@@ -168,7 +168,7 @@ ENGINE_FLAGS: dict[str, Any] = {
     "threads": _model(
         int,
         "--threads",
-        help="Threads of a verifier rank on CPU [1; in bfloat16 all, less one per drafter rank beside the verifier].",
+        help="Threads of a verifier rank on CPU [1; in bfloat16 all cores, shared by the ranks].",
     ),
 }
 SERVER_FLAGS: dict[str, Any] = {

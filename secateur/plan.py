@@ -90,7 +90,7 @@ class PlanRequest(Strict):
         given = [name for name in ("acceptance", "batches", "context", "nodes") if name in self.model_fields_set]
         if given and self.hardware is None:
             flag = "--batch" if given[0] == "batches" else f"--{given[0]}"
-            raise ConfigError(Problem(flag, "is of a prediction: add --hardware NAME"))
+            raise ConfigError(Problem(flag, "belongs to a prediction; add --hardware NAME"))
         return self
 
 

@@ -713,7 +713,7 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
             for field in part.ignored()
         ]
         unknown = [
-            f"tool_choice.tools.{place} ({tool.type})"
+            f"tool_choice.allowed_tools.tools.{place} ({tool.type})"
             for place, tool in enumerate(self.allowed.tools if self.allowed is not None else ())
             if tool.name is None
         ]
@@ -727,7 +727,7 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
         allowed = self.allowed.tools if self.allowed is not None else ()
         for name in (self.called_tool, *(tool.name for tool in allowed)):
             if name is not None and name not in names:
-                raise wrong("tool_choice", f"there is no function {name!r} in tools; it has {listed(names) or 'none'}")
+                raise wrong("tool_choice", f"there is no tool {name!r} in tools; it has {listed(names) or 'none'}")
         if "required" in (self.tool_choice, self.allowed and self.allowed.mode) and not self.offered:
             raise wrong("tool_choice", '"required" needs tools; give a function or a custom tool, or leave it out')
         bound = [name for name, tool in self.offered.items() if tool.grammar and tool.grammar.syntax == "lark"]

@@ -15,7 +15,7 @@ from secateur.bodies import Body, Metadata, Unsupported, UnsupportedContent, pla
 from secateur.requests import MAX_ITEMS, NumLogprobs, NumTokens, left_out
 from secateur.responses import FunctionCall, Listed, ObjectList, Response, TokenLogprob, new_id
 from secateur.speculative import Speculative
-from secateur.tools import CALLED_TYPES, MAX_TOOLS, ToolName
+from secateur.tools import CALLED_TYPES, MAX_TOOLS
 
 MAX_ID_CHARS = 256
 LOGPROBS = "message.output_text.logprobs"
@@ -75,8 +75,8 @@ class InputItem(Body):
     """A message's text or text parts."""
     call_id: str | None = None
     """Connects a call and its result."""
-    name: ToolName | None = None
-    """The function that was called."""
+    name: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
+    """The function that was called, by any name that a model has written."""
     arguments: str | None = None
     """The call's arguments, as JSON."""
     input: str | None = None
@@ -349,6 +349,10 @@ class ResponsesRequest(Body):
             unread.append("top_logprobs")
         if self.reasoning is not None:
             unread += [f"reasoning.{name}" for name in self.reasoning.ignored()]
+        if self.text is not None:
+            unread += [f"text.{name}" for name in self.text.ignored()]
+        if isinstance(self.tool_choice, ResponsesToolChoice):
+            unread += [f"tool_choice.{name}" for name in left_out(self.tool_choice.tools or ())]
         unread += [*left_out(self.tools or ()), *self.unread_parts]
         return sorted([*(name for name in super().ignored() if name not in _UNSUPPORTED), *unread])
 

@@ -29,7 +29,7 @@ ENGINE_NAMES = re.compile(
 
 
 # The files that take minutes, first among several workers: one that starts last leaves the others without work.
-LONG_FOLDERS = ("cluster/serve", "end_to_end", "chaos", "cluster/bench", "cluster")
+LONG_FOLDERS = ("cluster/serve", "end_to_end", "chaos", "cluster/bench", "cluster/engine")
 
 
 @functools.cache

@@ -111,7 +111,7 @@ class DraftConfig:
     tensor_parallel_size: int = 1
     placement: Literal["dedicated", "colocated"] = "dedicated"
     link: Literal["auto", "nccl", "host"] = "auto"
-    """Between devices: over NCCL; features over NCCL and the rest as measured; or all of it through the host."""
+    """Between devices: features over NCCL and the rest as measured; all over NCCL; or all through the host."""
     fallback: bool = True
     """Whether the engine goes on without drafts if it loses its drafter, until a new one connects."""
     tree: TreeConfig = TreeConfig()
@@ -212,11 +212,6 @@ class EngineConfig:
         """
         draft = self.draft
         return self.device == "cpu" or (draft is not None and (draft.placement == "colocated" or draft.link == "host"))
-
-    @property
-    def shares_gpu(self) -> bool:
-        """True if the drafter runs on a GPU of the verifier, so that one's work slows down the other's."""
-        return self.device == "cuda" and self.draft is not None and self.draft.placement == "colocated"
 
     @property
     def tree_rows(self) -> int:

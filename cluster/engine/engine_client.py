@@ -32,13 +32,15 @@ from workers.comm.ipc import (
     encode,
     unix_path_fits,
 )
+from workers.config import EngineConfig
 from workers.gc_freeze import freeze_start_up
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_TIMEOUT_S = 120.0
 """The engine hangs if no frame arrives for this long, since even an idle engine sends one every second. `HangMonitor`
-notices most hangs long before. It is longer than the engine's step timeout (60 s), whose error is more precise."""
+notices most hangs long before. It is longer than the engine's step timeout (60 s), whose error is more precise, and
+`for_engine` makes it longer where a pass may take more."""
 CAUSE_WAIT_S = 2.0
 """Time between losing the connection and declaring the engine dead. The watcher of the ranks may report the cause
 meanwhile."""
@@ -106,7 +108,7 @@ class EngineClient:
         self.on_loss: Callable[[str], None] = self.fail
         self.on_drafter_lost: Callable[[DrafterLost], None] = lambda _: None
         self.drafter_lost: DrafterLost | None = None  # while the engine is without its drafter
-        self._progress_timeout_s = progress_timeout_s
+        self.progress_timeout_s = progress_timeout_s
         self._cause_wait_s = cause_wait_s
         self._ids = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
@@ -118,6 +120,10 @@ class EngineClient:
         self._death: str | None = None
         self._loss: asyncio.TimerHandle | None = None
         self._last_frame = time.monotonic()
+
+    def for_engine(self, config: EngineConfig) -> None:
+        """Be as patient as an engine of this configuration needs."""
+        self.progress_timeout_s = max(self.progress_timeout_s, 2 * config.device_timeout_s)
 
     async def listen(self, address: str) -> str:
         """Open the socket ("unix:/path" or "tcp:host:0") and return the address that the engine connects to."""
@@ -214,7 +220,7 @@ class EngineClient:
         if self.ready is None:
             return Health(False, "the engine is starting")
         silent_s = time.monotonic() - self._last_frame
-        if silent_s > self._progress_timeout_s:
+        if silent_s > self.progress_timeout_s:
             return Health(False, f"the engine is silent for {silent_s:.0f} s with {self.num_pending} requests pending")
         if (lost := self.drafter_lost) is not None:
             return Health(True, f"{lost.reason.splitlines()[0]}; requests are answered without drafts")

@@ -81,7 +81,7 @@ async def check_json(request: Request) -> None:
 
     A dependency of all routes.
     """
-    has_json = "json" in request.headers.get("content-type", "")
+    has_json = "json" in request.headers.get("content-type", "").lower()
     if not has_json or getattr(request.scope["route"], "body_field", None) is None:
         return  # to read the body of an upload would be too much
     raw = await request.body()
@@ -93,12 +93,12 @@ async def check_json(request: Request) -> None:
     except (ValueError, RecursionError):  # of a type that FastAPI does not read as JSON
         return
     for field, value in body.items() if isinstance(body, dict) else ():
-        if may_be_deep and is_nested(value, MAX_LEVELS):
-            raise BadRequest(f"{field} is nested more than {MAX_LEVELS} levels deep; make it flatter", param=field)
         if may_be_half and _has_half([field, value]):
             param = None if _has_half(field) else field
             message = "has half a character, a lone surrogate such as \\ud83c; write it whole"
             raise BadRequest(f"{param or 'the name of a field'} {message}", param=param)
+        if may_be_deep and is_nested(value, MAX_LEVELS):
+            raise BadRequest(f"{field} is nested more than {MAX_LEVELS} levels deep; make it flatter", param=field)
 
 
 def _has_half(value: Any) -> bool:
@@ -196,7 +196,7 @@ async def _invalid_body(request: Request, error: Exception) -> Response:
     if error.errors()[0]["loc"][0] == "query":  # a request that has no body
         return _invalid_fields(error)
     content_type = request.headers.get("content-type", "")
-    if "json" not in content_type:
+    if "json" not in content_type.lower():
         message = f"send the body as JSON, with Content-Type: application/json (got {content_type or 'none'!r})"
         return error_response(HttpError(400, ErrorResponse.of(message)))
     if problem_with_body := _no_object(error):

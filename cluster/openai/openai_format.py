@@ -287,7 +287,8 @@ class ChatFormat(ResponseFormat):
                 ids.append(part.id)
                 functions.append(FunctionCall(name=part.name))
             functions[part.number].arguments += part.arguments
-        if generation.last.finish_reason == "length" and functions and not is_whole(functions[-1].arguments):
+        is_cut = generation.last.finish_reason == "length"
+        if is_cut and functions and (self._has_bare_input or not is_whole(functions[-1].arguments)):
             functions.pop()
         calls = [self._call(id, function) for id, function in zip(ids, functions, strict=False)]
         reasoning = self._shown(read.reasoning)

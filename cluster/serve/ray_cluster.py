@@ -26,7 +26,7 @@ from cluster.serve.signals import StopSignals
 from cluster.system.gpus import VARIABLE, gpu_names
 from cluster.system.processes import descendants, is_running, name_of, wait_gone
 from cluster.system.progress import Progress
-from secateur.errors import SecateurError
+from secateur.errors import ConfigError, Problem, SecateurError
 
 logger = logging.getLogger(__name__)
 
@@ -145,14 +145,20 @@ def _start(signals: StopSignals, progress: Progress, others: set[int], *, num_gp
 
 def start_limit_s() -> int:
     """Return how long each of Ray's processes may take to start."""
-    return int(os.environ.get(START_VARIABLE, START_S))
+    written = os.environ.get(START_VARIABLE, str(START_S))
+    if not written.isdecimal():
+        told = f"must be a number of seconds, such as {START_S} (got {written!r})"
+        raise ConfigError(Problem(START_VARIABLE, told))
+    return int(written)
 
 
 def wait_longer() -> str:
     """Return the advice for a start that took too long."""
     now = start_limit_s()
-    longer = f"{START_VARIABLE}={3 * now} (seconds, now {now})"
-    return f"if this machine is busy, start again when it is less so, or with {longer} in the environment"
+    return (
+        "if this machine is busy, try again when it is less busy, or allow more time: set "
+        f"{START_VARIABLE}={3 * now} in the environment (seconds; now {now})"
+    )
 
 
 def first_sentence(error: Exception) -> str:

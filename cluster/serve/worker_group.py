@@ -72,6 +72,7 @@ class WorkerGroup:
         config: complete. Raises if a rank dies first; then call `start` again, or `close`.
         """
         self._config = config
+        self._client.for_engine(config)
         self._end_watch()
         self._ended, self._num_essential = threading.Event(), config.world_size
         self._specs = specs.to_json()

@@ -228,7 +228,8 @@ class JsonCall:
         elif self._reads_arguments:
             self._has_arguments = True
             if text.startswith('"'):
-                self._arguments = (_decoded(text) or "").strip()
+                decoded = _decoded(text)
+                self._arguments = (text if decoded is None else decoded).strip()
             elif text != "null":
                 self._arguments = text
         self._key, self._expects = None, ","
@@ -460,12 +461,12 @@ def _longest_overlap(text: str, mark: str) -> int:
 
 
 def _decoded(text: str) -> str | None:
-    """Return the value of a JSON string; None if it is no string."""
+    """Return the value of a JSON string; None if it is no string, or has half a character, which no answer can send."""
     try:
         value = json.loads(text, strict=False)
+        return value if isinstance(value, str) and value.encode() is not None else None
     except ValueError:
         return None
-    return value if isinstance(value, str) else None
 
 
 def _new_id(format: str) -> str:
@@ -494,7 +495,7 @@ class CustomInput:
         self.is_whole = True
         value = json.loads(self._arguments)
         text = value.get("input") if isinstance(value, dict) else None
-        return text if isinstance(text, str) else self._arguments
+        return self._arguments if not isinstance(text, str) or _decoded(json.dumps(text)) is None else text
 
     def finish(self) -> str:
         """Return what the input gains at the end of a call that was not cut: what is no JSON stays as it is."""

@@ -16,9 +16,11 @@ from secateur.flags import with_engine_flags
 from secateur.prompts import BUNDLED_PROMPTS, read_prompts
 
 MAX_PROMPTS = 32
-"""Most prompts that the speed benchmarks read; further requests repeat them."""
+"""Most prompts that the benchmarks read; further requests repeat them."""
 
-bench_app = typer.Typer(help="Measure what speculation gains.", no_args_is_help=True, rich_markup_mode=None)
+bench_app = typer.Typer(
+    help="Measure an engine's steps, and a service under load.", no_args_is_help=True, rich_markup_mode=None
+)
 
 PromptsFile = Annotated[
     Path, typer.Option("--prompts", metavar="FILE", help='JSONL of {"text": ...} or {"messages": [...]}.')
@@ -35,7 +37,7 @@ MOVED = {"acceptance": "acceptance", "latency": "speed", "throughput": "speed"}
 
 @bench_app.callback()
 def bench_root() -> None:
-    """Measure what speculation gains."""
+    """Measure an engine's steps, and a service under load."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: engines are stopped, rows so far are kept
 
 

@@ -63,13 +63,13 @@ def test_every_setting_reaches_the_engine() -> None:
 
 def test_every_setting_of_a_drafter_reaches_it() -> None:
     spec = draft_args(
-        draft_placement="colocated", draft_link="host", draft_fallback=False, overlap="none",
+        draft_placement="colocated", draft_link="host", draft_fallback=False,
         draft_tensor_parallel_size=1, num_speculative_tokens=9, speculative_tree_max_depth=4,
         speculative_tree_max_children=3, speculative_tree_prune="thresholds", speculative_tree_prune_min_prob=0.25,
         speculative_tree_prune_path_prob=0.125, acceptance="rejection", draft_sample_method="greedy",
     )  # fmt: skip
     draft = engine_config(args(device="cpu", **spec)).draft
-    assert (draft.placement, draft.link, draft.fallback, draft.overlap) == ("colocated", "host", False, "none")
+    assert (draft.placement, draft.link, draft.fallback) == ("colocated", "host", False)
     assert (draft.tree.num_speculative_tokens, draft.tree.max_depth, draft.tree.max_children) == (9, 4, 3)
     assert (draft.tree.prune.auto, draft.tree.prune.min_prob, draft.tree.prune.path_prob) == (False, 0.25, 0.125)
     assert (draft.acceptance.kind, draft.acceptance.sample_method) == ("rejection", "greedy")

@@ -99,7 +99,7 @@ def under_auto(config: EngineConfig) -> EngineConfig:
     """Return the same with drafting off, because it is dear, for the 31 steps before `auto` probes it."""
     if (draft := config.draft) is None:
         return config
-    return replace(config, draft=replace(draft, overlap="none", tree=replace(draft.tree, prune=DEAR)))
+    return replace(config, draft=replace(draft, tree=replace(draft.tree, prune=DEAR)))
 
 
 @pytest.mark.parametrize("method", REPEATED)

@@ -40,7 +40,7 @@ def test_a_finished_request_leaves_no_matcher_behind() -> None:
     tree = TreeConfig(num_speculative_tokens=4, max_depth=2, max_children=2)
     with Bench(Counting(5), "eagle3", tree, eos_token_ids=(3,)) as bench:
         grammars = bench.target.grammars = Grammars(TinyTable(TEXTS, [3]))
-        bench.drafter._grammars = Grammars(TinyTable(TEXTS, [3]))
+        bench.drafter.drafter._grammars = Grammars(TinyTable(TEXTS, [3]))
         text = "".join(TEXTS[token] for token in bench.ask([1], 9, PARAMS).tokens)
         assert text.removesuffix("<end>") in {"ab", "c", "abab", "abc", "cab", "cc", "ababab", "ababc"} | {
             a + b + c for a in ("ab", "c") for b in ("ab", "c") for c in ("ab", "c")

@@ -66,7 +66,6 @@ class Transport(NamedTuple):
 
     put: Callable[[Tensor], None]
     take: Callable[[Tensor], None]
-    has_bytes: Callable[[], bool] | None = None  # whether something has arrived; None = unknown
 
 
 class _Buffers:
@@ -165,11 +164,6 @@ class Channel:
             return Received(Kind(kind), step, None)
         return Received(Kind(kind), step, wire.unpack(Kind(kind), meta, bulk))
 
-    def has_frame(self) -> bool:
-        """Return whether a frame has arrived, or the peer is gone. Only links can tell."""
-        assert self._host_transport.has_bytes is not None
-        return self._host_transport.has_bytes()
-
     def _send(self, packed: Packed, step: int) -> None:
         self._step = step
         meta_bytes, bulk_bytes = packed.meta.numel(), packed.bulk.numel()
@@ -219,7 +213,7 @@ class Channel:
 
 def link_through_host(host: HostLink, *, me: str, peer: str) -> Channel:
     """Open a channel in both directions through host memory; the protocol defines whose turn it is."""
-    return Channel(me=me, peer=peer, host=Transport(host.put, host.take, host.has_bytes), first_bytes=None)
+    return Channel(me=me, peer=peer, host=Transport(host.put, host.take), first_bytes=None)
 
 
 class ChannelOffer:
@@ -254,7 +248,7 @@ def link_between_devices(
         put=lambda tensor: dist.send(tensor, dst=peer_rank, group=group),
         take=lambda tensor: _ignore(dist.recv(tensor, src=peer_rank, group=group)),
     )
-    through_host = Transport(host.put, host.take, host.has_bytes)
+    through_host = Transport(host.put, host.take)
     return Channel(
         me=me, peer=peer, host=through_host, first_bytes=None, device_part=device_part, device=over_nccl, where=where
     )

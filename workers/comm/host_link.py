@@ -77,10 +77,6 @@ class HostLink:
                 raise ConnectionResetError("it closed the link")
             rest = rest[received:]
 
-    def has_bytes(self) -> bool:
-        """Return whether something has arrived, or the peer is gone."""
-        return bool(self._poll(select.POLLIN, 0.0))
-
     def close(self) -> None:
         """Close this end; the peer's next operation fails."""
         self._socket.close()

@@ -253,8 +253,10 @@ def _exact(keyword: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     instead = ", or a string" if keyword in ("const", "enum") else ""
-    if not abs(value) < 1 << 63:  # or it is no number at all
-        raise SchemaError(f"{keyword}: {value} is beyond 64 bits; write a smaller number{instead}")
+    if value != value:
+        raise SchemaError(f"{keyword}: {value} is no number")
+    if not abs(value) < 1 << 63:
+        raise SchemaError(f"{keyword}: {value} is beyond 64 bits; write a number closer to 0{instead}")
     exact = int(value) if isinstance(value, float) and value.is_integer() else value
     if exact != (int(float(exact)) if isinstance(exact, int) else _as_read(exact)):
         told = f"{keyword}: {value} has more digits than can be followed exactly"
@@ -280,7 +282,7 @@ def _bound(keyword: str, value: Any, *, is_integer: bool) -> Any:
     is_lower = keyword in _LOWER
     if abs(value) > _LAST:
         if (value < 0) != is_lower:
-            raise SchemaError(f"{keyword}: {value} leaves numbers beyond 64 bits only; write a smaller number")
+            raise SchemaError(f"{keyword}: {value} leaves numbers beyond 64 bits only; write a number closer to 0")
         if is_integer and not is_lower and value >= (1 << 63) - (keyword == "maximum"):
             return (1 << 63) - (keyword == "maximum")  # which it cuts to 2^63 - 1
         return -_LAST if is_lower else _LAST

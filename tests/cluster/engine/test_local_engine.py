@@ -205,7 +205,6 @@ def test_a_lost_drafter_is_replaced_and_changes_no_token(
     sizes: tuple[int, int], killed: int, number: signal.Signals
 ) -> None:
     speculation = {"model": "bundled:eagle3", "draft_tensor_parallel_size": sizes[1], "speculative_tree_prune": "off"}
-    speculation["overlap"] = "none"  # so that trees do not depend on timing
     config = engine_config(
         EngineArgs.load({"max_model_len": 512, "tensor_parallel_size": sizes[0], "speculative_config": speculation})
     )

@@ -162,6 +162,8 @@ def test_half_a_character_is_a_400_that_names_its_field(
         error = error_of(response)
         assert (response.status_code, error["param"]) == (400, param), response.text
         assert "half a character" in error["message"]
+    odd = {"content-type": "Application/JSON"}
+    assert http.post(path, content=text.encode().replace(b"?", rb"\ud800"), headers=odd).status_code == 400
     response = http.post(path, content=text.replace("?", "\\ud83c").encode("utf-16"), headers=AS_JSON)
     assert response.status_code == 400
     whole = http.post(path, content=text.encode().replace(b"?", rb"\ud83c\udf33"), headers=AS_JSON)
@@ -179,6 +181,11 @@ def test_every_route_with_a_json_body_refuses_half_a_character(http: httpx2.Clie
     for path in routes:
         response = http.post(path, content=rb'{"x": "\ud800"}', headers=AS_JSON)
         assert "half a character" in error_of(response)["message"], path
+
+
+def test_a_name_with_half_a_character_is_told_before_the_depth_of_its_value(http: httpx2.Client) -> None:
+    response = http.post("/tokenize", content=rb'{"\ud800": ' + b"[" * 250 + b"]" * 250 + b"}", headers=AS_JSON)
+    assert response.status_code == 400 and error_of(response)["param"] is None
 
 
 DEEP: list[tuple[str, str, str]] = [

@@ -40,9 +40,9 @@ def answer(request: PlanRequest, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--context", "64"], "--context: is of a prediction: add --hardware NAME"),
-        (["--batch", "1", "2"], "--batch: is of a prediction"),
-        (["--acceptance", "0.7", "0.2"], "--acceptance: is of a prediction"),
+        (["--context", "64"], "--context: belongs to a prediction; add --hardware NAME"),
+        (["--batch", "1", "2"], "--batch: belongs to a prediction"),
+        (["--acceptance", "0.7", "0.2"], "--acceptance: belongs to a prediction"),
         (["--hardware", "h1000"], "'h1000' is not known (did you mean 'h100'?)"),
         (["--hardware", "/nowhere.json"], "--hardware: cannot read /nowhere.json"),
         (["--hardware", "h100", "--nodes", "64"], "nodes: must be less than or equal to 63 (got 64)"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cluster.text.answer_reader import AnswerReaders
 from cluster.text.tokenizer import Tokenizer
-from cluster.text.tool_calls import ToolCallReader, format_of_template, taught
+from cluster.text.tool_calls import CustomInput, ToolCallReader, format_of_template, taught
 from tests.cluster.conftest import MODEL
 from tests.cluster.http.test_structured_outputs import matches
 from tests.support.fake_service import FakeService, error_of, fake_service, stream
@@ -416,6 +416,24 @@ def test_a_custom_tool_gets_text(
         assert json.dumps({"name": "patch", "arguments": {"input": input}}) in prompt
 
 
+def test_half_a_character_in_a_call_never_becomes_a_text() -> None:
+    """JSON may spell a lone surrogate, which no answer can send."""
+    assert read("hermes", [r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>'])[1] == []
+    assert read("hermes", [r'<tool_call>{"name": "f", "arguments": "\ud800"}</tool_call>'])[1] == [("f", r'"\ud800"')]
+    written = r'{"input": "\ud800"}'
+    assert CustomInput(is_bare=False).feed(written) == written
+
+
+def test_a_bare_input_that_is_cut_is_no_call(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """What there is of it may be JSON by accident."""
+    digits = custom({"type": "grammar", "grammar": {"syntax": "regex", "definition": "[0-9]+"}})
+    ids = tokenizer.encode("1234", add_special_tokens=False)
+    with fake_service(tokenizer, tmp_path, lambda submit: [[id] for id in ids]) as own, own.http() as http:
+        body = {"messages": [HI], "tools": [digits], "tool_choice": NAMED_CUSTOM, "max_tokens": len(ids)}
+        [choice] = http.post(CHAT, json=body).raise_for_status().json()["choices"]
+    assert choice["finish_reason"] == "length" and not choice["message"].get("tool_calls")
+
+
 def test_the_model_is_told_of_a_custom_tool_as_of_a_function(
     http: httpx2.Client, service: FakeService, tokenizer: Tokenizer
 ) -> None:
@@ -455,7 +473,7 @@ def test_allowed_tools_are_those_that_the_model_may_call(
 ) -> None:
     for mode in ("auto", "required"):
         response = http.post(CHAT, json={"messages": [HI], "tools": TOOLS, "tool_choice": allowing(mode, "stop")})
-        assert response.headers["x-secateur-ignored"] == "tool_choice.tools.1 (web_search)"
+        assert response.headers["x-secateur-ignored"] == "tool_choice.allowed_tools.tools.1 (web_search)"
         submit = service.engine.submitted[-1]
         prompt = tokenizer.decode(submit.prompt, skip_special_tokens=False)
         assert '"stop"' in prompt and '"order"' not in prompt
@@ -541,7 +559,7 @@ def test_demanded_calls_follow_their_schemas(
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools", "tools.0.custom.name: is required"),
         ({"tools": [{"type": "code"}], "tool_choice": "required"}, "tool_choice", "give a function or a custom tool"),
         ({"tools": TOOLS, "tool_choice": {"type": "code"}}, "tool_choice", '"allowed_tools": {"mode": "auto", "tools"'),
-        ({"tools": TOOLS, "tool_choice": allowing("required", "x")}, "tool_choice", "no function 'x' in tools"),
+        ({"tools": TOOLS, "tool_choice": allowing("required", "x")}, "tool_choice", "no tool 'x' in tools"),
         ({"tools": [*TOOLS, PATCH], "tool_choice": "required"}, "tool_choice", "bind the input of 'patch' to its Lark"),
         (
             {"tools": [custom({"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: x"}})]}
@@ -555,7 +573,7 @@ def test_demanded_calls_follow_their_schemas(
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice",
-            "no function 'x' in tools; it has order, stop",
+            "no tool 'x' in tools; it has order, stop",
         ),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "contradicts tools"),
         (
