@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from cluster.system.processes import descendants, wait_gone
 
@@ -53,14 +53,13 @@ class StopSignals:
         if self._count >= KILLS_AT:
             _say("is killed, with all its processes")
             _kill_all()
-        elif self._is_cleaning:
-            _say(f"is stopping; {KILLS_AT - self._count} more of this signal will kill it at once")
-        else:
+        _say(f"is stopping; {KILLS_AT - self._count} more of this signal will kill it at once")
+        if not self._is_cleaning:
             self._is_cleaning = True
             raise KeyboardInterrupt
 
 
-def _kill_all() -> None:
+def _kill_all() -> NoReturn:
     while below := descendants():
         for pid in below:
             try:

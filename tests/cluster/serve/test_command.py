@@ -152,7 +152,7 @@ def test_ray_gets_each_mig_slice_by_its_name(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_ray_that_never_starts_is_one_sentence_with_what_to_set(ray_starts: Callable[..., list[str]]) -> None:
-    told = r"^Ray did not start: no GCS; if this machine is busy, .* with RAY_raylet_start_wait_time_s=900 .*now 300\)"
+    told = r"^Ray did not start: no GCS; if this machine is busy, .* set RAY_raylet_start_wait_time_s=900 .*now 300\)"
     with pytest.raises(SecateurError, match=told):
         ray_starts(Exception("late"), RuntimeError("no GCS.\nStack:\n ..."))
     with pytest.raises(SecateurError, match="set TMPDIR to a folder with a short path"):

@@ -168,10 +168,11 @@ def test_the_service_outlives_its_proxy_listens_on_loopback_alone_and_ends_in_or
 
         below = one.below()
         one.process.send_signal(signal.SIGINT)  # ignored, were it for the shell: it was started with &
-        wait_for(lambda: "Secateur is stopping; 1 more" in one.stderr.read_text(), STOP_S)
+        wait_for(lambda: "Secateur is stopping; 2 more" in one.stderr.read_text(), STOP_S)
         one.process.send_signal(signal.SIGINT)
         assert_ended(one, below)
         said = one.stderr.read_text()
+        assert "Secateur is stopping; 1 more" in said
         assert said.rstrip().endswith("stopped")
         assert not list(short.glob("secateur-*"))
 
