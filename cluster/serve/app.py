@@ -35,13 +35,19 @@ SERVE_HEADROOM = 1024
 let them wait, and ask again every half second. Answers that their clients have not yet read count, too."""
 
 
-def build(args: AppArgs | Mapping[str, Any], *, read: Mapping[str, str] | None = None) -> ray_serve.Application:
+def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
     """Build the Serve application of one model. Raises ConfigError.
 
-    read: see `Replica`.
-    It validates the arguments itself: Serve converts a config file's dict only if the annotation is a class at run
-    time.
+    Serve accepts builders of one parameter alone. This one validates the arguments itself: Serve converts a config
+    file's dict only if the annotation is a class at run time.
     """
+    return application_of(args)
+
+
+def application_of(
+    args: AppArgs | Mapping[str, Any], *, read: Mapping[str, str] | None = None
+) -> ray_serve.Application:
+    """Return the Serve application of one model; for `read` see `Replica`. Raises ConfigError."""
     app = args if isinstance(args, AppArgs) else AppArgs.load(args)
     engine_args = app.engine_args()
     if engine_args.device == "auto":

@@ -19,7 +19,7 @@ from ray.serve.context import _get_global_client
 
 from cluster.convert import fetch_weights, read_engine, resolve_devices, visible_gpus, with_tokenizer
 from cluster.serve import proxy
-from cluster.serve.app import build
+from cluster.serve.app import application_of
 from cluster.serve.controller import APP_NAME, delete_application, get_controller, loss_reason, start_failure
 from cluster.serve.progress import current_stage
 from cluster.serve.ray_cluster import first_sentence, ray_cluster, start_limit_s, wait_longer
@@ -98,7 +98,7 @@ def _deploy(
     # Serve retries a failed constructor 20 times by default; that does not help a wrong configuration.
     options = {"max_constructor_retry_count": 1, "graceful_shutdown_timeout_s": args.shutdown_timeout}
     # An error here leaves no Serve behind: on a cluster a Serve that was started keeps running.
-    application = build(app.model_copy(update={"deployment_config": options}), read=read)
+    application = application_of(app.model_copy(update={"deployment_config": options}), read=read)
     with progress.during("starting Ray Serve"), _naming_slow_starts():
         url = _start_own_serve(args) if address is None else _find_or_start_serve(args)
     controller = get_controller()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from ray import serve
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
 import cluster.serve.app
 import cluster.serve.launch
@@ -19,7 +20,8 @@ from secateur.errors import ConfigError
 
 
 def deployment(args: Any) -> Any:
-    application = build(args)
+    """Return the deployment as Serve builds it: it refuses builders of another shape."""
+    application = call_user_app_builder_with_args_if_necessary(build, args) if isinstance(args, dict) else build(args)
     assert isinstance(application, serve.Application)
     return application._bound_deployment
 
