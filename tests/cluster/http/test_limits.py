@@ -283,7 +283,7 @@ def test_a_second_request_has_its_own_deadline(served: Served, client: Callable[
 
 def test_a_body_at_the_required_rate_extends_its_deadline(served: Served, client: Callable[[], socket.socket]) -> None:
     sock, quarter = client(), int(0.75 * LIMIT_S)
-    sock.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % (4 * quarter))
+    send_read(sock, HEAD + b"Content-Length: %d\r\n\r\n" % (4 * quarter))
     for _ in range(4):
         served.loop.pass_time(0.6 * LIMIT_S)
         send_read(sock, b"a" * quarter)
