@@ -58,7 +58,7 @@ class SpeedPlan(Plan):
     """In each round, every contestant runs the next prompts once; the report gives medians."""
     seed: Annotated[int, Field(ge=0)] = 0
     peers: str = Field(default_factory=lambda: os.environ.get("SECATEUR_PEERS", ".peers"))
-    """Where `make peers` put the other projects, by default $SECATEUR_PEERS."""
+    """`make peers` puts the other projects here; the default is $SECATEUR_PEERS."""
 
     @model_validator(mode="after")
     def _has_a_measure(self) -> Self:

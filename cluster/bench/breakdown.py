@@ -1,4 +1,4 @@
-"""Where the time of a decoding step goes, from the statistics that an engine sends after every step."""
+"""Divides the time of a decoding step by its parts, from the statistics that an engine sends after every step."""
 
 from __future__ import annotations
 

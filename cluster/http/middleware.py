@@ -53,7 +53,7 @@ _INSTEAD = {
     "/v1/assistants": "assistants are not implemented; use /v1/responses, with previous_response_id",
     "/v1/threads": "threads are not implemented; use /v1/responses, with previous_response_id",
 }
-"""What the 404 of a path of other services says, by its beginning."""
+"""Maps the beginning of another service's path to the message of its 404."""
 EXPOSED_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER, "retry-after")
 """Response headers that scripts of other origins may read, beside those that every script may read."""
 

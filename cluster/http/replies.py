@@ -1,4 +1,4 @@
-"""What every route's answer has: JSON of a model, the header of ignored fields; and whose request it is."""
+"""Builds what all routes share: the JSON of a model, the header of ignored fields, and the owner of a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client is told of what went wrong: the HTTP error of an exception."""
+"""Turns an exception into the HTTP error that its client gets."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ MAX_STORED, MAX_STORED_BYTES = 1024, 64 << 20
 _ENTRY_BYTES = 256
 """At least what a response takes in the store's table."""
 _SCORES = {"content": {"__all__": {"logprobs"}}}
-"""What no later request needs of an item."""
+"""No later request needs these fields of an item."""
 
 Items = tuple[tuple[str, bytes], ...]
 """Ids, and items as JSON."""

@@ -16,7 +16,7 @@ from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, T
 
 _TOKEN_ID_BYTES = 4
 _CONTEXT_BYTES = 512 << 20
-"""What CUDA takes for each process on a device (assumed)."""
+"""CUDA takes this much for each process on a device (assumed, not measured)."""
 _REPLICATED = ("embed_tokens.weight", "fc.weight", "input_proj.weight")
 """Matrices that every rank holds whole, see `workers.models.decoder`, `eagle3_format` and `drafter.proposers.eagle`."""
 

@@ -1,4 +1,4 @@
-"""What operators and probes ask for: health, load, metrics, versions; and the inspector's page."""
+"""Adds the routes for operators and probes: health, load, metrics, versions and the inspector's page."""
 
 from __future__ import annotations
 
