@@ -291,6 +291,15 @@ def test_the_import_path_is_a_builder_of_one_argument(service: dict[str, Any]) -
     assert len(inspect.signature(builder(service)).parameters) == 1
 
 
+@pytest.fixture
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A builder without a cluster: one that another test started may be too small."""
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+
+@pytest.mark.usefixtures("no_cluster")
 def test_replicas_are_counted_where_a_change_restarts_none_of_them(service: dict[str, Any]) -> None:
     """Serve treats a change of `args` as new code, and matches `deployments` by name."""
     from cluster.serve.controller import APP_NAME
@@ -302,6 +311,7 @@ def test_replicas_are_counted_where_a_change_restarts_none_of_them(service: dict
     assert not in_place & application(service)["args"].get("deployment_config", {}).keys()
 
 
+@pytest.mark.usefixtures("no_cluster")
 def test_the_application_builds_without_models_or_gpus(service: dict[str, Any]) -> None:
     from ray import serve
 

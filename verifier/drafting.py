@@ -58,8 +58,6 @@ class Drafting:
         message = self._inputs.draft_request(plan.inputs, features_MH, plan.costs)
         if not self._drafter.send(message, number):
             return None
-        for request, own in plan.inputs.items():
-            request.num_fed += len(own.tokens)
         while_waiting()
         reply = self._drafter.receive()
         return None if reply is None else Exchange(reply, 1e3 * (time.perf_counter() - began))

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from verifier.acceptance.coupled import verify
-from verifier.adaptive.controller import Controller, Exchange, StepOutcome
+from verifier.adaptive.controller import Controller, Exchange, Plan, StepOutcome
 from verifier.adaptive.cost_model import UNPROFILED, RowCosts
 from verifier.admission import rejection_reason, request_of
 from verifier.draft_batch import DraftBatch
@@ -134,7 +134,7 @@ class Engine:
         plan, drafts, exchange = self._drafting.draft(step, self._stats.steps, self._running, self._catch_up)
         drafted_at = time.perf_counter()
         if exchange is not None:
-            self._count_exchange(exchange)
+            self._count_exchange(plan, exchange)
         verdicts = self._verify(step, drafts)
         times = StepTimes(exchange.ms if exchange else None, 1e3 * (time.perf_counter() - drafted_at))
         self._commit(step, drafts, verdicts, tree_records(step, drafts, verdicts, times))
@@ -352,7 +352,9 @@ class Engine:
                 break
         return _NewTokens(kept, min(len(verdict.path), len(kept)), reason, stop_token)
 
-    def _count_exchange(self, exchange: Exchange) -> None:
+    def _count_exchange(self, plan: Plan, exchange: Exchange) -> None:
+        for request, own in plan.inputs.items():
+            request.num_fed += len(own.tokens)
         reply = exchange.reply
         self._stats.draft_seconds += reply.seconds
         self._stats.transfer_seconds += exchange.ms / 1e3 - reply.seconds

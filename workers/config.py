@@ -180,7 +180,17 @@ class EngineConfig:
     @property
     def device_timeout_s(self) -> float:
         """How long a rank may wait for its device: `hang_timeout_s`, and more where larger passes are configured."""
-        return self.hang_timeout_s * max(1.0, self.max_num_batched_tokens * self.max_model_len / ORDINARY_PASS)
+        return self.hang_timeout_s * self._size_of_passes
+
+    @property
+    def reply_timeout_s(self) -> float:
+        """How long a group's leader waits for an answer in a step: `step_timeout_s`, and more for larger passes."""
+        return self.step_timeout_s * self._size_of_passes
+
+    @property
+    def _size_of_passes(self) -> float:
+        """The largest pass that is configured, in ordinary ones; at least 1."""
+        return max(1.0, self.max_num_batched_tokens * self.max_model_len / ORDINARY_PASS)
 
     @property
     def item_bytes(self) -> int:

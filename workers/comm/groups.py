@@ -125,7 +125,7 @@ class World:
 
     def offer_link(self) -> ChannelOffer:
         """Offer a link to the successor of a lost drafter. On verifier 0."""
-        offer = LinkOffer(self.host, _reply_s(self.config), spin_s=_spin_s(self.config))
+        offer = LinkOffer(self.host, self.config.reply_timeout_s, spin_s=_spin_s(self.config))
         return ChannelOffer(offer, me=self.role, peer=self.config.role_of(self.config.tensor_parallel_size))
 
     def connected(self, address: str) -> World:
@@ -307,13 +307,8 @@ def _new_group(config: EngineConfig, ranks: list[int]) -> dist.ProcessGroup | No
 
 def _step_timeouts(config: EngineConfig, *connections: Waiting | None, leads: bool) -> tuple[StepTimeout, ...]:
     """Return this rank's timeouts on connections: the first rank waits for replies only, others also for messages."""
-    seconds = _reply_s(config) if leads else max(config.idle_timeout_s, _reply_s(config))
+    seconds = config.reply_timeout_s if leads else max(config.idle_timeout_s, config.reply_timeout_s)
     return tuple(StepTimeout(connection, seconds) for connection in connections if connection is not None)
-
-
-def _reply_s(config: EngineConfig) -> float:
-    """Return how long an answer in a step may take: longer where a pass may."""
-    return max(config.step_timeout_s + config.device_timeout_s - config.hang_timeout_s, config.device_timeout_s)
 
 
 def _startup_timeout(config: EngineConfig) -> timedelta:
