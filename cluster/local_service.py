@@ -87,12 +87,12 @@ def _cors(args: EngineArgs) -> Cors | None:
 
 
 @contextmanager
-def local_service(args: EngineArgs, progress: Progress | None = None) -> Iterator[str]:
+def local_service(args: EngineArgs, *, shows_progress: bool = False) -> Iterator[str]:
     """Run a service on this machine, without Ray, and yield its base URL. On exit all its processes have ended.
 
     Raises ConfigError before anything starts, EngineDead if the engine does not start.
     """
-    progress = progress or Progress(is_shown=False)
+    progress = Progress(is_shown=shows_progress)
     if args.api_key_file:
         check_api_keys(args.api_key_file)
     if args.batch_dir:

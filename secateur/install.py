@@ -1,18 +1,23 @@
-"""How this copy of Secateur was installed: its version, and the pip command that adds an extra to it."""
+"""How this copy of Secateur was installed: its version, what runs models, and the pip command that adds an extra."""
 
 from __future__ import annotations
 
 import json
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
+
+from secateur.errors import SecateurError
 
 DISTRIBUTION = "secateur-llm"
 FORMER_DISTRIBUTION = "secateur"
 """The name of editable installs that were made before the distribution was renamed."""
 NOT_INSTALLED = "0+unknown"
 """The version of a checkout that runs without being installed."""
+SERVICE = "secateur.service"
+"""The group of entry points in pyproject.toml under which what runs models is found."""
 
 
 def installed_distribution() -> Distribution | None:
@@ -52,3 +57,28 @@ def install_command(extra: str) -> str:
     if vcs := origin.get("vcs_info"):
         url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
     return f"pip install '{DISTRIBUTION}[{extra}]{' @ ' * bool(url)}{url}'"
+
+
+def service_part(name: str, *, user: str = "this command", or_base_url: bool = False) -> Any:
+    """Return a function or class of the service by its name in pyproject.toml; for the options see `needs_extra`.
+
+    Raises SecateurError if this copy is not installed, or a package that the part needs.
+    """
+    found = [*entry_points(group=SERVICE, name=name)]
+    if not found:
+        raise SecateurError(f"{user} needs Secateur to be installed, or installed again: {install_command('serve')}")
+    try:
+        return found[0].load()
+    except ModuleNotFoundError as error:
+        raise needs_extra(error, user=user, or_base_url=or_base_url) from error
+
+
+def needs_extra(error: ModuleNotFoundError, *, user: str = "this command", or_base_url: bool = False) -> SecateurError:
+    """Return the error for a missing package of the extra `serve`.
+
+    user: who needs it. or_base_url: suggest --base-url too.
+    """
+    return SecateurError(
+        f"{user} needs {error.name!r}, which is not installed: {install_command('serve')}"
+        + (" (or talk to a running service with --base-url)" if or_base_url else "")
+    )

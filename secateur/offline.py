@@ -21,8 +21,8 @@ from typing import Any, Self, TypeVar
 from pydantic import ValidationError
 
 from secateur.config import EngineArgs
-from secateur.errors import ConfigError, Problem, SecateurError
-from secateur.install import install_command
+from secateur.errors import ConfigError, Problem
+from secateur.install import service_part
 from secateur.outputs import RequestOutput
 from secateur.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from secateur.schema import problems_of
@@ -86,12 +86,7 @@ class LLM:
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         args = EngineArgs.load({**settings, **({"model": model} if model is not None else {})})
-        try:
-            from cluster.offline import OfflineEngine
-        except ModuleNotFoundError as error:
-            message = f"LLM needs {error.name!r}, which is not installed: {install_command('serve')}"
-            raise SecateurError(message) from error
-        self._engine = OfflineEngine(args)
+        self._engine = service_part("offline_engine", user="LLM")(args)
         self._finalizer = weakref.finalize(self, self._engine.stop)
 
     def generate(

@@ -27,12 +27,6 @@ MAY_IMPORT = {
 }
 ONLY_CLUSTER = {"ray", "fastapi", "starlette", "uvicorn"}
 NEVER_IN_SECATEUR = {"torch", "transformers", "safetensors", "triton", "numpy"} | ONLY_CLUSTER
-LATE_IMPORTS = {  # inside a function body only
-    "secateur.cli.bench": {"cluster"},
-    "secateur.cli.serving": {"cluster"},
-    "secateur.cli.talking": {"cluster"},
-    "secateur.offline": {"cluster"},
-}
 
 
 def imported_by_name(node: ast.AST) -> str | None:
@@ -46,23 +40,17 @@ def imported_by_name(node: ast.AST) -> str | None:
     return None
 
 
-def imports_of(source: str) -> list[tuple[str, bool, int]]:
-    """Return (top-level package, whether inside a function, line) of every absolute import."""
-    found: list[tuple[str, bool, int]] = []
-
-    def visit(node: ast.AST, in_function: bool) -> None:
-        if (name := imported_by_name(node)) is not None:
-            found.append((name.split(".")[0], in_function, node.lineno))  # type: ignore[attr-defined]
+def imports_of(source: str) -> list[tuple[str, int]]:
+    """Return (top-level package, line) of every absolute import, also inside functions."""
+    found: list[tuple[str, int]] = []
+    for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
-                found.extend((alias.name.split(".")[0], in_function, node.lineno) for alias in names)
+                found.extend((alias.name.split(".")[0], node.lineno) for alias in names)
             case ast.ImportFrom(module=str(module), level=0):
-                found.append((module.split(".")[0], in_function, node.lineno))
-        inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for child in ast.iter_child_nodes(node):
-            visit(child, inside)
-
-    visit(ast.parse(source), False)
+                found.append((module.split(".")[0], node.lineno))
+            case ast.Call() if (name := imported_by_name(node)) is not None:
+                found.append((name.split(".")[0], node.lineno))
     return found
 
 
@@ -70,9 +58,8 @@ def broken_rules(module: str, source: str) -> list[str]:
     """Return the imports of `module` that violate the rules above."""
     folder = module.split(".")[0]
     broken = []
-    for name, in_function, line in imports_of(source):
-        allowed = MAY_IMPORT[folder] | (LATE_IMPORTS.get(module, set()) if in_function else set())
-        if name in FOLDERS and name not in allowed:
+    for name, line in imports_of(source):
+        if name in FOLDERS and name not in MAY_IMPORT[folder]:
             broken.append(f"{module}:{line} imports {name}")
         if name in ONLY_CLUSTER and folder not in ("cluster", "bench", "training"):
             broken.append(f"{module}:{line} imports {name}; only cluster may")
@@ -163,13 +150,6 @@ def test_the_http_service_the_planner_and_benchmarks_do_not_import_ray():
     assert users and not {module for module in users if module.startswith(without)}
 
 
-def test_only_what_runs_models_imports_cluster():
-    may = ("cluster.", "bench.", "training.")
-    others = [(module, path) for module, path in source_files() if not module.startswith(may)]
-    users = {module for module, path in others for name, *_ in imports_of(path.read_text()) if name == "cluster"}
-    assert users == LATE_IMPORTS.keys()
-
-
 @pytest.mark.parametrize(
     ("module", "source"),
     [
@@ -206,9 +186,6 @@ def test_the_checker_sees_a_forbidden_import(module, source):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("secateur.cli.serving", "def f():\n    from cluster.serve.launch import serve"),
-        ("secateur.cli.talking", "def f():\n    from cluster.local_service import local_service"),
-        ("secateur.cli.bench", "def f():\n    if True:\n        from cluster.bench.step import run"),
         ("drafter.tree.grow", "from workers.types import TreeBatch"),
         ("drafter.tree.grow", "from . import prune"),
         ("cluster.serve.app", "import ray, verifier, drafter, workers, secateur"),

@@ -1,4 +1,4 @@
-"""`secateur bench`: flags become a plan of `secateur.bench`, which `cluster.bench` runs."""
+"""`secateur bench`: flags become a plan of `secateur.bench`, which the service's `cluster.bench` runs."""
 
 # No `from __future__ import annotations` here: typer reads the annotations below as objects.
 import signal
@@ -8,11 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from secateur.cli.checks import check_none_given, checked, needs_extra
+from secateur.cli.checks import check_none_given, checked
 from secateur.cli.command import Command
 from secateur.cli.options import ApiKey, AsJson, BaseUrl, ModelArgument, ModelName
 from secateur.errors import ConfigError
 from secateur.flags import with_engine_flags
+from secateur.install import needs_extra, service_part
 from secateur.prompts import BUNDLED_PROMPTS, read_prompts
 
 MAX_PROMPTS = 32
@@ -76,11 +77,7 @@ def bench_step(
     args = checked(engine, model=model)
     check_drafter(args, max(plan.nodes))
     texts = read_prompts(prompts, min(max(plan.batches), MAX_PROMPTS))
-    try:
-        from cluster.bench.step import run
-    except ModuleNotFoundError as error:
-        raise needs_extra(error) from error
-    typer.echo(run(args, plan, texts, output, say, as_json=as_json))
+    typer.echo(service_part("bench_step")(args, plan, texts, output, say, as_json=as_json))
 
 
 @bench_app.command("serve", cls=Command)
@@ -147,11 +144,9 @@ def bench_serve(
         check_base_url(base_url)
         check_none_given(engine)
     texts = read_prompts(prompts, min(plan.num_requests, MAX_PROMPTS))
-    name = model if base_url else None
+    run = service_part("bench_serve", or_base_url=True)
+    service = {"base_url": base_url, "api_key": api_key, "model": model if base_url else None}
     try:
-        from cluster.bench.serve import run
-
-        service = {"base_url": base_url, "api_key": api_key, "model": name}
         report = run(args, plan, texts, output, say, **service, as_json=as_json)
     except ModuleNotFoundError as error:  # only a service of our own needs more than the client's packages
         raise needs_extra(error, or_base_url=True) from error

@@ -1,11 +1,11 @@
-"""Checks that commands run before they start anything, and the error for missing packages."""
+"""Checks that commands run before they start anything."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
 
-from secateur.errors import ConfigError, SecateurError
+from secateur.errors import ConfigError
 from secateur.flags import engine_args_from
 
 if TYPE_CHECKING:  # pydantic takes longer to import than --help may take
@@ -44,13 +44,3 @@ def check_none_given(engine: dict[str, Any]) -> None:
     if given := sorted({name.removesuffix("_keys") for name, value in engine.items() if value is not None}):
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ConfigError(f"{flags}: for a service started here, which --base-url replaces; remove one of them")
-
-
-def needs_extra(error: ModuleNotFoundError, *, or_base_url: bool = False) -> SecateurError:
-    """Return the error for a missing package of the extra `serve`; with `or_base_url` it suggests --base-url too."""
-    from secateur.install import install_command
-
-    return SecateurError(
-        f"this command needs {error.name!r}, which is not installed: {install_command('serve')}"
-        + (" (or talk to a running service with --base-url)" if or_base_url else "")
-    )

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from secateur.cli.checks import checked, needs_extra
+from secateur.cli.checks import checked
 from secateur.cli.options import AsJson, ModelArgument
 from secateur.flags import with_engine_flags
+from secateur.install import service_part
 
 HARDWARE_NAMES = ("a100", "l4", "l40s", "h100", "h200", "b200")
 """The keys of `secateur.plan.HARDWARE`."""
@@ -29,20 +30,12 @@ def serve(engine: dict[str, Any], model: ModelArgument = None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     args = checked(engine, model=model)
     if not os.environ.get("RAY_ADDRESS"):  # otherwise the service listens on another machine
-        from cluster.system.listening import check_port
-
-        check_port(args.host, args.port)
+        service_part("check_port")(args.host, args.port)
         if find_spec("ray"):
-            from cluster.convert import check_local_models
-
-            check_local_models(args)
+            service_part("check_local_models")(args)
     if find_spec("ray"):  # without Ray, print the error alone
         typer.echo("secateur: importing PyTorch and Ray", err=True)
-    try:
-        from cluster.serve.launch import serve as serve_on_ray
-    except ModuleNotFoundError as error:
-        raise needs_extra(error) from error
-    serve_on_ray(args)
+    service_part("serve")(args)
 
 
 @with_engine_flags(server=True)
@@ -89,8 +82,4 @@ def plan(
     }
     request = PlanRequest.load({key: value for key, value in options.items() if value is not None})
     args = checked(engine, model=model)
-    try:
-        from cluster.planner.report import run
-    except ModuleNotFoundError as error:
-        raise needs_extra(error) from error
-    typer.echo(run(args, request, as_json=as_json))
+    typer.echo(service_part("plan")(args, request, as_json=as_json))

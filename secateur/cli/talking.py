@@ -12,10 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
-from secateur.cli.checks import check_none_given, checked, needs_extra
+from secateur.cli.checks import check_none_given, checked
 from secateur.cli.options import ApiKey, BaseUrl, ModelName
 from secateur.errors import ConfigError, Problem
 from secateur.flags import with_engine_flags, with_sampling_flags
+from secateur.install import service_part
 
 Stats = Annotated[bool, typer.Option("--stats", help="Print acceptance length and speed to stderr at the end.")]
 ShowTrees = Annotated[
@@ -120,12 +121,9 @@ def _service(
     has_terminal = sys.stderr is not None and sys.stderr.isatty()
     if has_terminal and find_spec("torch"):  # without it, print the error alone
         typer.echo("secateur: importing PyTorch", err=True)
-    try:
-        from cluster.local_service import local_service
-        from cluster.system.progress import Progress
-    except ModuleNotFoundError as error:
-        raise needs_extra(error, or_base_url=True) from error
-    service: AbstractContextManager[str] = local_service(args, Progress(is_shown=has_terminal))
+    service: AbstractContextManager[str] = service_part("local_service", or_base_url=True)(
+        args, shows_progress=has_terminal
+    )
     return service
 
 

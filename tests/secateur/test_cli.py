@@ -55,7 +55,7 @@ def cluster(monkeypatch):
     calls: list[tuple[str, EngineArgs]] = []
 
     @contextlib.contextmanager
-    def local_service(args, progress):
+    def local_service(args, *, shows_progress):
         calls.append(("local_service", args))
         yield "http://local"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from secateur import cli, install
-from secateur.cli import checks
+from secateur.errors import SecateurError
 from secateur.install import install_command
 from secateur.responses import SSE_DONE, CompletionChoice, CompletionChunk, ModelCard, ModelList, Usage
 
@@ -135,10 +135,24 @@ def test_an_install_hint_names_what_this_copy_was_installed_from(
     monkeypatch: pytest.MonkeyPatch, installed: Installed | None, command: str
 ) -> None:
     monkeypatch.setattr(install, "installed_distribution", lambda: installed)
-    told = str(checks.needs_extra(ModuleNotFoundError("no torch", name="torch")))
+    told = str(install.needs_extra(ModuleNotFoundError("no torch", name="torch")))
     assert told == f"this command needs 'torch', which is not installed: {command}"
 
 
 def test_the_planners_help_names_the_extra_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--help"]) == 0
     assert "the extra `serve`" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_install_without_the_service_s_entry_points_says_to_install_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "entry_points", lambda **_: ())
+    with pytest.raises(SecateurError, match="LLM needs Secateur to be installed, or installed again: pip install "):
+        install.service_part("offline_engine", user="LLM")
+
+
+def test_every_entry_point_is_used_and_every_name_that_is_used_has_one() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][install.SERVICE]
+    sources = [path.read_text() for path in (ROOT / "secateur").rglob("*.py")]
+    assert {name for source in sources for name in re.findall(r'service_part\("(\w+)"', source)} == declared.keys()
+    for name in declared:
+        assert callable(install.service_part(name))

@@ -28,7 +28,6 @@ from cluster.engine.local_engine import LocalEngine
 from cluster.engine.rank_exits import EngineDead
 from cluster.local_service import local_service
 from cluster.system.processes import wait_gone
-from cluster.system.progress import Progress
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from workers.comm.ipc import Submit, TokenChunk
@@ -296,7 +295,7 @@ def test_the_engine_does_not_outlive_a_killed_parent(config: EngineConfig, tmp_p
 
 @needs_models
 def test_a_local_service_answers_over_http_and_leaves_no_process(capfd: pytest.CaptureFixture[str]) -> None:
-    with local_service(EngineArgs.load({"port": 0, "max_model_len": 256}), Progress()) as url:
+    with local_service(EngineArgs.load({"port": 0, "max_model_len": 256}), shows_progress=True) as url:
         told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("secateur: ")]
         stages = [line.partition(" s, ")[2] for line in told if "still" not in line]
         assert stages[0] == "reading the model's configuration and tokenizer"
