@@ -26,6 +26,9 @@ from secateur.config import AppArgs, EngineArgs, ModelLoadingConfig, PlacementGr
 from secateur.responses_api import ResponsesRequest
 from secateur.speculative import Speculative, SpeculativeConfig
 from secateur.vllm_names import ADVICE, SPECULATIVE_ADVICE
+from workers.models import gguf
+from workers.models.config_json import SUPPORTED_ARCHITECTURES
+from workers.models.transformers_spec import TESTED
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS: dict[str, str] = {
@@ -46,6 +49,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/cli.md": command_line(),
         "reference/vllm.md": vllm(),
         "reference/metrics.md": metrics(),
+        "reference/models.md": models(),
     }
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
@@ -185,6 +189,28 @@ def metrics() -> str:
         "processes.",
         "## Others of vLLM's",
         "\n".join(others),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def models() -> str:
+    """Return the table of the architectures that the tests compare with transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    in_gguf = {*gguf.ARCHITECTURES.values(), "MistralForCausalLM"}  # which calls itself llama
+    rows = ["| architecture in config.json | decoder | block FP8 | GGUF |", "| --- | --- | --- | --- |"]
+    for name in SUPPORTED_ARCHITECTURES:
+        rows.append(f"| `{name}` | own | in 8 bits on GPUs | {'yes' if name in in_gguf else ''} |")
+    for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] for model_type in TESTED):
+        rows.append(f"| `{name}` | transformers' class | dequantised | |")
+    parts = [
+        "# Models",
+        "The tests compare the logits of each of these with transformers: prompts, trees and chunks, on one rank and on "
+        "two (`tests/workers/models`). All of them draft and are drafted for: EAGLE-3 heads, draft models and n-gram "
+        "lookup need nothing of the architecture. Others that transformers can split between ranks load, too, and are "
+        "untested. [Serving models](../guides/serving.md#models) has formats and exceptions, [limits](../guides/limits.md) "
+        "what is missing.",
+        "\n".join(rows),
     ]
     return "\n\n".join(parts) + "\n"
 
