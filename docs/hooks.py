@@ -205,11 +205,11 @@ def models() -> str:
         rows.append(f"| `{name}` | transformers' class | dequantised | |")
     parts = [
         "# Models",
-        "The tests compare the logits of each of these with transformers: prompts, trees and chunks, on one rank and on "
-        "two (`tests/workers/models`). All of them draft and are drafted for: EAGLE-3 heads, draft models and n-gram "
-        "lookup need nothing of the architecture. Others that transformers can split between ranks load, too, and are "
-        "untested. [Serving models](../guides/serving.md#models) has formats and exceptions, [limits](../guides/limits.md) "
-        "what is missing.",
+        "The tests compare the logits of each of these with transformers: prompts, trees and chunks, on one rank and "
+        "on two (`tests/workers/models`). All of them draft and are drafted for: EAGLE-3 heads, draft models and "
+        "n-gram lookup need nothing of the architecture. Others that transformers can split between ranks load, too, "
+        "and are untested. [Serving models](../guides/serving.md#models) has formats and exceptions, "
+        "[limits](../guides/limits.md) what is missing.",
         "\n".join(rows),
     ]
     return "\n\n".join(parts) + "\n"

@@ -21,6 +21,29 @@ DONE = (
     "document.querySelector('#stop').disabled && document.querySelector('#off .state').textContent.includes('tokens')"
 )
 TEXT = "document.querySelector('#on .text').textContent"
+LOWEST_CONTRAST = """(() => {
+  const context = Object.assign(document.createElement("canvas"), {width: 1, height: 1}).getContext("2d");
+  const painted = colours => {
+    context.clearRect(0, 0, 1, 1);
+    for (const colour of colours) { context.fillStyle = colour; context.fillRect(0, 0, 1, 1); }
+    return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = colour => colour.map(part => part / 255).map(part => part <= 0.03928 ? part / 12.92
+    : ((part + 0.055) / 1.055) ** 2.4).reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
+  let lowest = [99];
+  for (const each of document.querySelectorAll("body *")) {
+    const hasText = [...each.childNodes].some(node => node.nodeType === 3 && node.data.trim());
+    if (!hasText || !each.checkVisibility() || each.disabled) continue;
+    const behind = [];
+    for (let at = each; at; at = at.parentElement) behind.unshift(getComputedStyle(at).backgroundColor);
+    const [dark, bright] = [light(painted(behind)), light(painted([...behind, getComputedStyle(each).color]))]
+      .sort((a, b) => a - b);
+    const ratio = (bright + 0.05) / (dark + 0.05);
+    if (ratio < lowest[0]) lowest = [ratio, each.className, each.textContent.slice(0, 40)];
+  }
+  return lowest;
+})()"""
+"""The lowest contrast of a text with what is behind it, by WCAG's formula, and where it is."""
 VERIFIED = "parseFloat(document.querySelector('#on [data-value=verified]').textContent)"
 
 
@@ -68,6 +91,7 @@ def set_value(page: Page, id: str, value: str) -> None:
 
 def test_a_higher_threshold_verifies_fewer_nodes_and_writes_the_same_text(page: Page, url: str) -> None:
     start(page, url)
+    set_value(page, "tree_prune", "thresholds")
     set_value(page, "tree_prune_min_prob", "0")
     run(page, "def merge(a, b):\n")
     text, verified = page.evaluate(TEXT), page.evaluate(VERIFIED)
@@ -83,6 +107,49 @@ def test_a_higher_threshold_verifies_fewer_nodes_and_writes_the_same_text(page: 
     assert {"root", "pruned"} <= set(page.evaluate(statuses))
     assert "pruned: min_prob" in page.evaluate("document.querySelector('#tree').textContent")
     assert page.evaluate("document.querySelectorAll('.text .token.accepted').length") > 10
+
+
+def test_auto_is_compared_by_runs_that_take_turns_after_one_that_does_not_count(page: Page, url: str) -> None:
+    start(page, url)
+    assert page.evaluate("document.querySelector('#tree_prune').value") == "auto"
+    page.evaluate(
+        "window.asked = []; { const before = call;"
+        " call = (path, body, signal) => { asked.push(body); return before(path, body, signal); }; }"
+    )
+    run(page, "def quicksort(items):\n")
+    bodies = page.evaluate("asked")
+    is_on = [body["speculative"].get("enabled", True) for body in bodies]
+    assert is_on == [True, False] * 4
+    assert [body.get("return_speculative_trees", False) for body in bodies] == [True] * 2 + [False] * 6
+    assert [body["seed"] for body in bodies] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert page.evaluate("[panes.on, panes.off].map(pane => pane.speeds.length)") == [3, 3]
+
+
+def test_comments_ids_and_lines_of_an_event_are_read(page: Page, url: str) -> None:
+    start(page, url)
+    stream = r': a comment\n\ndata: {"a":\ndata: 1}\nid: 7\n\ndata: [DONE]\n\n'
+    page.evaluate(
+        "(async () => { window.read = []; "
+        f"for await (const event of events(new Response('{stream}'))) read.push(event); window.ended = true; }})()"
+    )
+    page.wait("window.ended")
+    assert page.evaluate("read") == [{"a": 1}]
+
+
+def test_thousands_of_steps_are_drawn_without_looking_at_the_earlier_ones(page: Page, url: str) -> None:
+    start(page, url)
+    looks = page.evaluate(
+        """(() => {
+        let looks = 0;
+        const tree = {nodes: [{status: "root", parent: null, text: "a", draft_prob: null, weight: null}],
+          tokens: [{text: "a", origin: "bonus", depth: 0}], draft_ms: null, verify_ms: 1};
+        const seen = new Proxy(tree, {get: (own, name) => (looks++, own[name])});
+        for (let step = 0; step < 4000; step++) { panes.on.add(seen); panes.on.show(); follow(); }
+        return looks;
+      })()"""
+    )
+    assert page.evaluate("document.querySelectorAll('#on .token').length") == 4000
+    assert looks < 4000 * 20
 
 
 def test_steps_can_be_walked_with_the_keyboard(page: Page, url: str) -> None:
@@ -132,11 +199,13 @@ def test_a_chat_and_a_refusal_are_shown(page: Page, url: str) -> None:
 
 
 @pytest.mark.parametrize(("width", "height", "is_dark"), [(1280, 900, False), (1280, 900, True), (390, 844, False)])
-def test_nothing_overflows_sideways(
+def test_nothing_overflows_sideways_and_every_text_can_be_read(
     page: Page, url: str, tmp_path: Path, width: int, height: int, is_dark: bool
 ) -> None:
     start(page, url, width=width, height=height, is_dark=is_dark)
     run(page, "def quicksort(items):\n")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    lowest = page.evaluate(LOWEST_CONTRAST)
+    assert lowest[0] >= 4.5, lowest
     page.screenshot(tmp_path / "page.png")
     assert (tmp_path / "page.png").stat().st_size > 10_000
