@@ -16,7 +16,6 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.observe.metrics import Metrics, RequestTimes, descriptions
-from cluster.serve.refusals import RepeatedRefusals
 from tests.support.manifests import MANIFESTS, ROOT
 from workers.comm.ipc import EngineStats
 
@@ -49,13 +48,7 @@ def exported() -> dict[str, set[str]]:
     return found
 
 
-def exported_by_ray() -> dict[str, set[str]]:
-    """Return the label names of the counter that Serve's proxies keep; Ray exports it under this name."""
-    info = RepeatedRefusals(None)._repeated.info  # type: ignore[arg-type]
-    return {f"ray_{info['name']}_total": set(info["tag_keys"])}
-
-
-METRICS = exported() | exported_by_ray()
+METRICS = exported()
 
 
 def test_the_reference_describes_exactly_what_is_exported() -> None:
@@ -63,7 +56,7 @@ def test_the_reference_describes_exactly_what_is_exported() -> None:
     families = {name.removesuffix("_count") for name in METRICS if name.endswith("_count")}
     found = {name: labels for name, labels in METRICS.items() if not re.search(r"_(bucket|sum|count|created)$", name)}
     found |= {family: METRICS[f"{family}_count"] for family in families}
-    assert described == {name: labels for name, labels in found.items() if not name.startswith(("process_", "ray_"))}
+    assert described == {name: labels for name, labels in found.items() if not name.startswith("process_")}
 
 
 def test_the_reference_names_metrics_that_exist() -> None:

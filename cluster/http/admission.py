@@ -51,11 +51,6 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         self.max_pending = max_pending or PENDING_PER_PLACE * max_num_seqs
 
-    @property
-    def most_pending(self) -> int:
-        """Return how many choices may be pending at the most, of all priorities together."""
-        return self.max_pending * (1 + self._has_priorities)
-
     def admit(self, num_prompts: int, choices_each: int = 1, *, priority: int = 0, wait_s: float | None = None) -> None:
         """Raise HttpError if a request may not join, and BadRequest if it could never. `wait_s`: as for `refusal`."""
         num_choices = num_prompts * choices_each

@@ -26,7 +26,7 @@ from cluster.errors import BadRequest, HttpError, not_found
 from cluster.http.api_keys import ApiKeys, matching_key, owner_of
 from cluster.http.in_process import IN_PROCESS
 from cluster.http.limits import HttpLimits
-from cluster.http.paths import ADMITTED, REFUSES_ALL, PathMiddleware
+from cluster.http.paths import ADMITTED, PathMiddleware
 from cluster.observe.rate_limits import Callers
 from cluster.openai.failures import to_http_error
 from cluster.openai.output_processor import GenerationFailed
@@ -357,7 +357,6 @@ class _AdmissionMiddleware:
             return
         if refusal.status == HTTPStatus.TOO_MANY_REQUESTS:
             self._on_rejected()
-            scope.setdefault("state", {})[REFUSES_ALL] = True
         await error_response(refusal)(scope, receive, send)
 
 

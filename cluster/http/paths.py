@@ -9,8 +9,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 ADMITTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/tokenize")
 """Paths of requests that need the engine or the tokenizer workers."""
-REFUSES_ALL = "refuses_all"
-"""Key of a request's state: it was refused as every other would be at that time."""
 
 
 class PathMiddleware:

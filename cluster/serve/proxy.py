@@ -1,4 +1,4 @@
-"""Middleware for Serve's proxies: request limits, refusals, sessions, and OpenAI's errors where no replica answers.
+"""Middleware for Serve's proxies: request limits, sessions, and OpenAI's errors where no replica answers.
 
 Serve has one hook for this. Its proxies read an environment variable at start-up, call the function that it names (here
 `middlewares`) and wrap their application in the result. This module does not import torch, because every proxy is a
@@ -20,7 +20,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 
-from cluster.serve.refusals import RepeatedRefusals
 from cluster.serve.sessions import Sessions
 from secateur.responses import REQUEST_ID_HEADER, ErrorResponse
 
@@ -51,7 +50,7 @@ def middlewares(protocol: str = "cluster.http.limits:LimitedProtocol") -> list[M
     lets uvicorn choose.
     """
     HTTP_PROTOCOLS.update(auto=protocol, httptools=protocol)
-    return [Middleware(Sessions), Middleware(RepeatedRefusals), Middleware(OpenAIErrors)]
+    return [Middleware(Sessions), Middleware(OpenAIErrors)]
 
 
 class OpenAIErrors:

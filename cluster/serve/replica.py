@@ -33,7 +33,6 @@ from cluster.http.server import create_app
 from cluster.local_service import build_service
 from cluster.serve.actors import warn_if_nice
 from cluster.serve.progress import report_stage
-from cluster.serve.refusals import ReplicaMark
 from cluster.serve.worker_group import WorkerGroup
 from cluster.text.tokenizer_pool import TokenizerPool
 from secateur.api_keys import check_api_keys
@@ -99,12 +98,6 @@ class Replica:
             self._args, self._config, self._client, self._tokenizer, self._tokenizing, replica=replica
         )
         app = create_app(service, echo_request_id=False)
-        app.add_middleware(
-            ReplicaMark,
-            replica=replica,
-            most_pending=service.admission.most_pending,
-            root_path=self._args.root_path,
-        )
         app.add_middleware(ClientDisconnects)
         return app
 

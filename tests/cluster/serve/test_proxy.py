@@ -25,7 +25,6 @@ from uvicorn.config import HTTP_PROTOCOLS
 
 from cluster.http.limits import HttpLimits, LimitedProtocol
 from cluster.serve.proxy import OpenAIErrors, environment, middlewares
-from cluster.serve.refusals import RepeatedRefusals
 from cluster.serve.sessions import Sessions
 
 ENDPOINT = {DeploymentID("secateur", "secateur"): EndpointInfo(route="/")}
@@ -213,6 +212,6 @@ async def test_the_environment_makes_serve_call_us(monkeypatch: pytest.MonkeyPat
     [(name, path)] = environment().items()
     monkeypatch.setattr(f"ray.serve._private.http_util.{name}", path)
     middlewares = configure_http_middlewares(HTTPOptions()).middlewares
-    assert [each.cls for each in middlewares] == [Sessions, RepeatedRefusals, OpenAIErrors]
+    assert [each.cls for each in middlewares] == [Sessions, OpenAIErrors]
     monkeypatch.setenv(name, "mine:callback")
     assert environment() == {name: "mine:callback"}
