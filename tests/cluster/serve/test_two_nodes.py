@@ -99,6 +99,8 @@ class TwoNodes:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ADDRESS": f"{ADDRESSES['head']}:6379",
             "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # on a busy machine 5 s are too few
+            # As KubeRay sets it for workers. After 60 s without a head, Ray's default, the deploying process would end.
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
             "TMPDIR": str(self._folder),
         }
         inside = ["ip", "netns", "exec", self._name[node], *command]
