@@ -1,24 +1,26 @@
-"""The form of POST /v1/files: its file goes to the disk as it arrives, its fields are checked."""
+"""The form of POST /v1/files: Starlette reads it, and its fields are checked here."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
+from http import HTTPStatus
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from fastapi import Request
 from pydantic import ValidationError
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
 
 from cluster.errors import BadRequest, HttpError
 from cluster.http.limits import MAX_FILE_BYTES
-from cluster.http.multipart import FormPart, FormReader
 from secateur.batches_api import ExpiresAfter
 from secateur.responses import ErrorResponse
 from secateur.schema import problems_of
 
 MAX_FIELD_BYTES = 1024
 MAX_NAME_CHARS = 255
-WRITE_BYTES = 1 << 20
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FIELDS = ("purpose", _ANCHOR, _SECONDS)
 FORM = {
@@ -51,52 +53,63 @@ class Upload(NamedTuple):
 
 
 async def receive_upload(request: Request, draft: Path) -> Upload:
-    """Read the form and write its file to `draft`. Raises BadRequest, HttpError (413), ClientDisconnect, OSError."""
-    reader = FormReader(request.headers.get("content-type", ""))
-    fields, part, filename, size = dict[str, bytes](), FormPart("", None), None, 0
-    pending = bytearray()
-    with await asyncio.to_thread(draft.open, "wb") as file:
-        async for data in request.stream():
-            for item in reader.feed(data):
-                if isinstance(item, FormPart):
-                    part = _known(item)
-                    if part.name == "file":
-                        if filename is not None:
-                            raise BadRequest("the form has several files; send one", param="file")
-                        filename = part.filename or "upload.jsonl"
-                    else:
-                        fields[part.name] = b""
-                elif part.name == "file":
-                    size += len(item)
-                    if size > MAX_FILE_BYTES:
-                        message = f"a file has at most {MAX_FILE_BYTES >> 20} MiB; split it"
-                        raise HttpError(413, ErrorResponse.of(message, param="file", code="file_too_large"))
-                    pending += item
-                else:
-                    fields[part.name] += item
-                    if len(fields[part.name]) > MAX_FIELD_BYTES:
-                        raise BadRequest(f"has more than {MAX_FIELD_BYTES} bytes", param=part.name)
-            if len(pending) >= WRITE_BYTES:
-                await asyncio.to_thread(file.write, bytes(pending))
-                pending.clear()
-        await asyncio.to_thread(file.write, bytes(pending))
-    if not reader.is_complete:
-        raise BadRequest("the form is not complete: its last boundary is missing", param=None)
-    texts = {name: value.decode("utf-8", "replace") for name, value in fields.items()}
-    if texts.get("purpose") != "batch":
-        got = f" (got {texts['purpose']!r})" if "purpose" in texts else ""
-        raise BadRequest(f"purpose must be 'batch', the only one that this service has{got}", param="purpose")
-    if filename is None:
-        raise BadRequest("the form has no field 'file'", param="file")
-    if not size:
+    """Read the form and write its file to `draft`. Raises BadRequest, HttpError (413), ClientDisconnect, OSError.
+
+    Starlette spools the file to the disk (TMPDIR) as it arrives, so that one of any size takes no memory.
+    """
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
+        raise _no_form(f"got {content_type or 'none'!r}")
+    try:
+        form = await request.form(max_files=1, max_fields=len(_FIELDS), max_part_size=MAX_FIELD_BYTES)
+    except HTTPException as error:
+        if error.status_code != HTTPStatus.BAD_REQUEST:
+            raise
+        raise _no_form(error.detail) from None
+    try:
+        upload, file = _checked(form)
+        await asyncio.to_thread(_copy, file.file, draft)
+    finally:
+        await form.close()
+    return upload
+
+
+def _no_form(why: str) -> BadRequest:
+    message = f"send one file as a form, with Content-Type: multipart/form-data; boundary=... ({why})"
+    return BadRequest(message, param=None)
+
+
+def _checked(form: FormData) -> tuple[Upload, UploadFile]:
+    """Return the fields and the file of a form. Raises BadRequest, HttpError (413)."""
+    fields = dict[str, str]()
+    for name, value in form.multi_items():
+        if name != "file" and name not in _FIELDS:
+            raise BadRequest(f"unknown field {name!r}; a form has file, {', '.join(_FIELDS)}", param=name)
+        if isinstance(value, UploadFile) != (name == "file"):
+            instead = "send it as a file, with a filename" if name == "file" else "send it as text, without a filename"
+            raise BadRequest(f"{name}: {instead}", param=name)
+        if isinstance(value, str):
+            fields[name] = value
+    for name in ("purpose", "file"):
+        if name not in form:
+            raise BadRequest(f"the form has no field {name!r}, or ends before its last boundary", param=name)
+    if (purpose := fields["purpose"]) != "batch":
+        message = f"purpose must be 'batch', the only one that this service has (got {purpose!r})"
+        raise BadRequest(message, param="purpose")
+    file = form["file"]
+    assert isinstance(file, UploadFile)
+    if not file.size:
         raise BadRequest("the file is empty", param="file")
-    return Upload(filename[:MAX_NAME_CHARS], _expires_s(texts))
+    if file.size > MAX_FILE_BYTES:
+        message = f"a file has at most {MAX_FILE_BYTES >> 20} MiB; split it"
+        raise HttpError(413, ErrorResponse.of(message, param="file", code="file_too_large"))
+    filename = file.filename or "upload.jsonl"
+    return Upload(filename[:MAX_NAME_CHARS], _expires_s(fields)), file
 
 
-def _known(part: FormPart) -> FormPart:
-    if part.name != "file" and part.name not in _FIELDS:
-        raise BadRequest(f"unknown field {part.name!r}; a form has file, {', '.join(_FIELDS)}", param=part.name)
-    return part
+def _copy(source: BinaryIO, draft: Path) -> None:
+    with draft.open("wb") as file:
+        shutil.copyfileobj(source, file)
 
 
 def _expires_s(fields: dict[str, str]) -> int | None:
