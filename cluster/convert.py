@@ -70,10 +70,6 @@ def placement_config(args: EngineArgs) -> EngineConfig:
     assert args.device != "auto"
     if args.kernels == "triton" and args.device == "cpu":
         raise ConfigError(Problem("kernels", "triton needs device 'cuda'; on CPU write torch, or leave it out"))
-    can_map = args.device == "cuda" and args.kernels != "torch" and args.tensor_parallel_size > 1
-    if args.custom_all_reduce and not can_map:
-        needs = "device 'cuda', Triton kernels and a tensor_parallel_size of 2 or more"
-        raise ConfigError(Problem("custom_all_reduce", f"needs {needs}; leave it out"))
     if args.threads is not None and args.device == "cuda":
         raise ConfigError(Problem("threads", "applies on CPU only; leave it out"))
     spec = args.speculative_config
@@ -91,7 +87,6 @@ def placement_config(args: EngineArgs) -> EngineConfig:
         scheduling_policy=args.scheduling_policy,
         memory_utilization=args.gpu_memory_utilization,
         kernels=args.kernels,
-        custom_all_reduce=args.custom_all_reduce,
         enforce_eager=args.enforce_eager,
         hang_timeout_s=args.hang_timeout,
         startup_timeout_s=args.startup_timeout,

@@ -78,9 +78,6 @@ class EngineArgs(Strict):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """auto: Triton on CUDA, torch on CPU."""
-    custom_all_reduce: bool = False
-    """Sum over tensor-parallel GPUs of one node by our own kernel, if it passes a check at start-up; else NCCL sums.
-    It has not run on several GPUs yet."""
     enforce_eager: bool = False
     """Do not capture CUDA graphs."""
     threads: PositiveInt | None = None

@@ -159,11 +159,6 @@ ENGINE_FLAGS: dict[str, Any] = {
     ),
     "device": _model(Device, "--device", help="[auto]"),
     "kernels": _model(KernelSet, "--kernels", help="[auto: triton on CUDA, torch on CPU]"),
-    "custom_all_reduce": _model(
-        bool,
-        "--custom-all-reduce",
-        help="Sum over tensor-parallel GPUs of one node through peer memory, not NCCL, if that passes a check (new).",
-    ),
     "enforce_eager": _model(bool, "--enforce-eager", help="Do not capture CUDA graphs."),
     "threads": _model(
         int,

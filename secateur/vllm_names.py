@@ -91,7 +91,7 @@ ADVICE: dict[str, str] = {  # also the reference page reference/vllm.md
     "master-port": "start a Ray cluster and set RAY_ADDRESS",
     "headless": "start a Ray cluster and set RAY_ADDRESS",
     "worker-cls": _PLUGIN,
-    "disable-custom-all-reduce": "ranks use NCCL's unless --custom-all-reduce is given; leave it out",
+    "disable-custom-all-reduce": "ranks sum through NCCL only; leave it out",
     "ray-workers-use-nsight": "there are no traces of this kind; `secateur bench step` measures the parts of a step",
     "enable-chunked-prefill": _ALWAYS,
     "max-num-partial-prefills": "the scheduler shares a step's tokens among prompts by itself; leave it out",

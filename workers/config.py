@@ -151,8 +151,6 @@ class EngineConfig:
     """The folder of the tokenizer, which structured outputs need; empty = the model's."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """`auto` selects Triton on CUDA and torch on CPU."""
-    custom_all_reduce: bool = False
-    """On CUDA, sum over the ranks of a side through peer memory (`workers.comm.peer_memory`) where that can be."""
     enforce_eager: bool = False
     """On CUDA, launch every kernel separately instead of replaying captured graphs."""
     threads: int = 1

@@ -92,7 +92,6 @@ def test_visible_devices_are_those_installed_that_the_environment_names(
     [
         ({"device": "cpu", "kernels": "triton"}, "kernels: triton needs device 'cuda'; on CPU write torch"),
         ({"device": "cuda", "threads": 2}, "threads: applies on CPU only; leave it out"),
-        ({"device": "cpu", "custom_all_reduce": True}, "custom_all_reduce: needs device 'cuda', Triton kernels and"),
     ],
 )
 def test_what_does_not_go_with_the_device_is_named(fields: dict[str, Any], says: str) -> None:
@@ -133,14 +132,6 @@ def test_the_dtype_of_the_kv_cache_is_carried_over() -> None:
     engine = engine_config(args(kv_cache_dtype="fp8"))
     assert engine.kv_cache_dtype == "fp8" and (engine.item_bytes, engine.kv_item_bytes) == (4, 1)
     assert EngineConfig.from_json(engine.to_json()) == engine
-
-
-def test_sums_through_peer_memory_need_several_gpus_and_triton() -> None:
-    two = args(device="cuda", tensor_parallel_size=2, custom_all_reduce=True)
-    assert engine_config(two).custom_all_reduce and not engine_config(args()).custom_all_reduce
-    for unfit in ({"device": "cpu"}, {"tensor_parallel_size": 1}, {"kernels": "torch"}):
-        with pytest.raises(ConfigError, match="custom_all_reduce: needs device 'cuda', Triton kernels and a"):
-            engine_config(two.model_copy(update=unfit))
 
 
 def test_max_model_len_defaults_to_the_model_s_and_may_not_exceed_it() -> None:

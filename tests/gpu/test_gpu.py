@@ -131,16 +131,6 @@ def test_a_split_target_gives_the_same_tokens(draft_tp: int, placement: Any, tru
     assert tokens_of(on_gpus(AUTO, tp=2, draft_tp=draft_tp, placement=placement)) == truth
 
 
-@pytest.mark.usefixtures("a_gpu_for_each_rank")
-@pytest.mark.parametrize("is_eager", [False, True], ids=["graphs", "eager"])
-def test_a_split_target_may_sum_through_peer_memory(is_eager: bool, truth: list[list[int]]) -> None:
-    config = on_gpus(AUTO, tp=2, draft_tp=2, placement="colocated", custom_all_reduce=True, enforce_eager=is_eager)
-    jobs = [GenerationJob(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
-    with Runner(config) as runner:
-        assert [answer.tokens for answer in runner.run(jobs, concurrency=8)] == truth
-        assert [entry.get("all_reduce") for entry in runner.topology] == ["peer memory"] * 4, "NCCL summed instead"
-
-
 def on_gpus(tree: TreeConfig, placement: Any = "dedicated", **options: Any) -> EngineConfig:
     """Return an engine whose ranks have a GPU each, or few enough pages for all to share one."""
     config = bundled(tree, device="cuda", dtype="float32", num_pages=1000, **options)

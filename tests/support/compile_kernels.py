@@ -20,14 +20,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from drafter.tree import triton_growth, triton_rows
 from workers.kernels import (
-    triton_all_reduce,
     triton_attention,
     triton_copy,
     triton_linear,
@@ -167,14 +165,6 @@ def cases() -> Iterator[Case]:
         constants=dict(WIDTH=128, PADDED_WIDTH=128, SPLITS=64),
         types=dict(partial_ptr=FLOAT, lse_ptr=FLOAT, out_ptr="*bf16"),
     )
-    for ranks, is_one_shot in ((8, True), (8, False), (3, False)):
-        yield Case(
-            name=f"sum over {ranks} ranks, {'one' if is_one_shot else 'two'}-shot",
-            kernel=triton_all_reduce._sum_over_ranks,
-            constants=triton_all_reduce.constants(ranks, torch.bfloat16) | dict(IS_ONE_SHOT=is_one_shot),
-            types=dict(x_ptr="*bf16", addresses_ptr=INT64, runs_ptr="*i32"),
-            num_warps=8,
-        )
     for tokens, block in ((32, 256), (512, 16)):
         yield Case(
             name=f"copy {tokens} tokens",

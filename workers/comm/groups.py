@@ -105,8 +105,6 @@ class World:
         entry: dict[str, str | int] = {
             "role": side, "tp_rank": self.tp.rank, "rank": self.rank, "pid": os.getpid(), "device": str(self.device)
         }  # fmt: skip
-        if self.tp.through_peers is not None:
-            entry["all_reduce"] = "peer memory"
         entries: list[dict[str, str | int]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(entries, entry | report)
         return entries
@@ -199,7 +197,7 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
         rank=rank,
         role=config.role_of(rank),
         device=device,
-        tp=_tensor_parallel(config, own, len(sides[side]), side_groups[side], device),
+        tp=TensorParallel(own, len(sides[side]), side_groups[side]),
         peers=peers,
         link=to_peer,
         host=host,
@@ -217,7 +215,7 @@ def join_successors(config: EngineConfig, rank: int, store_address: str) -> Worl
         rank=rank,
         role=config.role_of(rank),
         device=device,
-        tp=_tensor_parallel(config, own, size, group, device),
+        tp=TensorParallel(own, size, group),
         peers=_peers(config, rank, group, own, device),
         link=None,
         step_timeouts=_step_timeouts(config, group, leads=own == 0),
@@ -251,18 +249,6 @@ def _peers(
     source = dist.get_process_group_ranks(group)[0]
     others = "its tensor-parallel peers" if own == 0 else config.role_of(rank - own)
     return fan_out(group, source, me=config.role_of(rank), peer=others, device=device)
-
-
-def _tensor_parallel(
-    config: EngineConfig, own: int, size: int, group: dist.ProcessGroup | None, device: torch.device
-) -> TensorParallel:
-    """Connect the ranks of one side. own: this rank within its side. Peer memory is taken before the KV cache is."""
-    through_peers = None
-    if group is not None and config.custom_all_reduce:
-        from workers.comm.peer_memory import open_peer_all_reduce  # imports Triton, which takes seconds
-
-        through_peers = open_peer_all_reduce(group, getattr(torch, config.dtype), device)
-    return TensorParallel(rank=own, size=size, group=group, through_peers=through_peers)
 
 
 def _host_link(config: EngineConfig, rank: int, store: dist.Store, host: str) -> HostLink:

@@ -1,6 +1,6 @@
 """The layers of a decoder with tensor parallelism: attention, MLP and LM head.
 
-    TensorParallel(rank, size, group, through_peers); SINGLE
+    TensorParallel(rank, size, group); SINGLE
     open_weights(path, dtype, device, kernels) -> Weights
     HeadSplit.of(num_heads, num_kv_heads, tp)
     Attention.load(...)(x_ND, rotation, plan, kv, layer) -> [N, D]     Mlp.load(...)(x_ND) -> [N, D]
@@ -17,7 +17,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,29 +33,17 @@ from workers.models.checkpoint import Weights
 logger = logging.getLogger(__name__)
 
 
-class SumInPlace(Protocol):
-    """A faster all-reduce for some sums."""
-
-    def sum_(self, x: Tensor) -> bool:
-        """Sum over the ranks in place, or return False, on every rank alike, if `x` is not for it."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """A rank's position among the `size` ranks of one model, and what connects them.
-
-    through_peers: takes the sums that it can (`workers.comm.peer_memory`); the process group takes the others.
-    """
+    """A rank's position among the `size` ranks of one model, and what connects them."""
 
     rank: int
     size: int
     group: dist.ProcessGroup | None = None
-    through_peers: SumInPlace | None = None
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         """Sum over the ranks in place."""
-        if self.size > 1 and not (self.through_peers is not None and self.through_peers.sum_(x)):
+        if self.size > 1:
             dist.all_reduce(x, group=self.group)
         return x
 
