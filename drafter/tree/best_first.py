@@ -1,9 +1,13 @@
-"""Best-first growth: trees of `auto`, level by level, ranked by calibrated survival.
+"""Best-first growth: dynamic trees, level by level, ranked by survival, which is calibrated under `auto`.
 
 A request keeps the `num_nodes` candidates of largest weight seen so far. Weights never grow down a tree, so a candidate
 that has been displaced never comes back, nor does anything below it; a node is run through the draft model only while
-it is among the kept ones. A node that fails a threshold frees its place for the best of the others. This suits only
+it is among the kept ones. Under `auto` a node that fails a threshold frees its place for the best of the others; in
+other trees its descendants keep their places until growth ends (`drafter.tree.thresholds`). All this suits only
 children that may be dropped after they are known: coupled and deterministic ones.
+
+A displaced candidate also frees its row of the draft model. So every kept candidate can be run, and without costs the
+tree is the best there is.
 """
 
 from __future__ import annotations
@@ -13,8 +17,7 @@ import numpy as np
 from drafter.tree.cost_model import TreeCostModel
 from drafter.tree.frontier import Frontier, PrunedNodes, SampledNodes, TreeNodes, TreeRequests
 from drafter.tree.score import ChildScores
-from drafter.tree.thresholds import passes_min, passes_path
-from workers.config import MAX_TREE_NODES
+from drafter.tree.thresholds import below_failed, passes_min, passes_path
 from workers.settings import PruneReason
 from workers.types import NodeKind
 
@@ -38,7 +41,7 @@ _CANDIDATE = np.dtype(
 class BestFirstGrowth:
     """The candidates [C] of the requests `own`; a request's root is its first."""
 
-    def __init__(self, own: np.ndarray, trees: TreeRequests, cost_model: TreeCostModel) -> None:
+    def __init__(self, own: np.ndarray, trees: TreeRequests, cost_model: TreeCostModel | None) -> None:
         self.sampled: list[SampledNodes] = []  # none ever
         self._traced_B, self._pruned = trees.traced_B, list[PrunedNodes]()  # their parents are candidates until the end
         self._limits, self._cost_model = trees.limits, cost_model
@@ -48,9 +51,10 @@ class BestFirstGrowth:
         roots["request"], roots["parent"], roots["token"] = own, -1, trees.root_token_B[own]
         roots["weight"], roots["path_prob"], roots["kind"], roots["ancestors"] = 1, 1, NodeKind.ROOT, 1
         self._candidates = roots
-        self._num_rows_B = np.ones(len(trees.root_token_B), dtype=np.int64)
-        self._num_levels = 0
-        self._open = np.arange(len(own))  # indices of the candidates that form the frontier
+        self._num_requests = len(trees.root_token_B)
+        self._num_levels = self._num_run = 0
+        can_grow = (trees.limits.num_nodes_B[own] > 0) & (trees.limits.max_depth_B[own] > 0)
+        self._open = np.flatnonzero(can_grow)  # indices of the candidates that form the frontier
 
     def frontier(self) -> Frontier:
         """See `drafter.tree.grow.Growth`."""
@@ -67,11 +71,18 @@ class BestFirstGrowth:
 
     def add_children(self, frontier: Frontier, scores: ChildScores) -> None:
         """Append the frontier's children to the candidates, keep the best and open the next frontier."""
-        passes_F = passes_min(scores.top_prob_F, self._limits.min_prob_B[frontier.request_F])
-        weight_FK = self._cost_model.calibrated(scores.weight_FK, frontier.depth + 1)
-        f, k = ((weight_FK > 0) & passes_F[:, None]).nonzero()
+        b, limits = frontier.request_F, self._limits
+        is_auto_F = limits.is_auto_B[b]
+        path_prob_F = self._candidates["path_prob"][self._open]
+        passes_F = passes_min(scores.top_prob_F, limits.min_prob_B[b])
+        passes_F &= passes_path(path_prob_F, limits.path_prob_B[b])
+        weight_FK = scores.weight_FK
+        if self._cost_model is not None:
+            calibrated_FK = self._cost_model.calibrated(weight_FK, frontier.depth + 1)
+            weight_FK = np.where(is_auto_F[:, None], calibrated_FK, weight_FK)
+        f, k = ((weight_FK > 0) & (passes_F | ~is_auto_F)[:, None]).nonzero()
         if self._traced_B is not None:
-            self._trace_best_child(frontier, scores, weight_FK, self._traced_B[frontier.request_F] & ~passes_F)
+            self._trace_best_child(frontier, scores, weight_FK, self._traced_B[b] & is_auto_F & ~passes_F)
         parent = self._open[f]
         first_new = len(self._candidates)
         candidates = np.zeros(first_new + len(f), dtype=_CANDIDATE)
@@ -80,7 +91,9 @@ class BestFirstGrowth:
         new["request"], new["parent"], new["depth"] = parents["request"], parent, frontier.depth + 1
         new["token"], new["kind"] = scores.token_FK[f, k], scores.kind_F[f]
         new["weight"] = parents["weight"] * weight_FK[f, k]
-        new["path_prob"] = parents["path_prob"] * scores.prob_FK[f, k]
+        path_prob = parents["path_prob"] * scores.prob_FK[f, k]
+        new["path_prob"] = np.where(passes_F[f], path_prob, below_failed(path_prob))
+        self._num_run += len(frontier.request_F) if self._num_levels else 0
         self._num_levels += 1
 
         kept = self._best(candidates)
@@ -97,20 +110,32 @@ class BestFirstGrowth:
         """Return the new candidates that are worth a level, with rows assigned to them."""
         request, depth = self._candidates["request"], self._candidates["depth"]
         may_open = is_new & (depth < self._limits.max_depth_B[request])
-        passes = passes_path(self._candidates["path_prob"], self._limits.path_prob_B[request])
+        passes = ~self._limits.is_auto_B[request]
+        passes |= passes_path(self._candidates["path_prob"], self._limits.path_prob_B[request])
         if self._traced_B is not None:
             (fails,) = (may_open & ~passes & self._traced_B[request]).nonzero()
             reason = np.full(len(fails), PruneReason.PATH_PROB.value)
             self._pruned.append(PrunedNodes.undrafted(request[fails], fails, reason))
         may_open &= passes
         (at,) = may_open.nonzero()
-        if not len(at):
-            return at
-        num_run = int(self._num_rows_B.sum()) - len(self._num_rows_B)
-        draft_ms = self._cost_model.draft_ms(self._num_levels, num_run)
-        weight = self._candidates["weight"]
-        at = at[self._cost_model.worth_running(weight[at], self._displaced(at), weight[depth > 0], draft_ms)]
-        return self._assign_rows(at)
+        return self._assign_rows(at[self._is_worth_running(at)])
+
+    def _is_worth_running(self, at: np.ndarray) -> np.ndarray:
+        """Return which candidates may get a child into the tree and, under `auto`, one that pays for its time."""
+        request, weight = self._candidates["request"], self._candidates["weight"]
+        displaced = self._displaced(at)
+        is_worth = weight[at] > displaced
+        is_auto_C = self._limits.is_auto_B[request]
+        is_auto = is_auto_C[at]
+        if is_auto.any():
+            assert self._cost_model is not None, "auto needs costs"
+            is_worth[is_auto] = self._cost_model.worth_running(
+                weight[at[is_auto]],
+                displaced[is_auto],
+                weight[is_auto_C & (self._candidates["depth"] > 0)],
+                self._cost_model.draft_ms(self._num_levels, self._num_run),
+            )
+        return is_worth
 
     def _displaced(self, at: np.ndarray) -> np.ndarray:
         """Return the weight that a further candidate of these ones' requests displaces; 0 while there is room."""
@@ -133,21 +158,16 @@ class BestFirstGrowth:
         return kept
 
     def _assign_rows(self, at: np.ndarray) -> np.ndarray:
-        """Assign rows of the draft model to the best candidates of each request, as long as there are rows.
+        """Assign to each of these candidates the lowest row of the draft model that no kept one of its request holds.
 
-        Returns those candidates by request, then row. Rows follow the order of the candidates, so that children come in
-        the order of their parents.
+        Returns them by request, then row. Rows follow the order of the candidates, so that children come in the order
+        of their parents.
         """
-        free_B = np.minimum(1 + self._limits.num_nodes_B, MAX_TREE_NODES) - self._num_rows_B
-        request, weight = self._candidates["request"], self._candidates["weight"]
-        if (self._count_by_request(request[at]) > free_B).any():
-            at = at[np.lexsort((-weight[at], request[at]))]
-            at = at[_rank(request[at]) < free_B[request[at]]]
-            at.sort()
-        at = at[request[at].argsort(kind="stable")]
-        own = request[at]
-        row = self._num_rows_B[own] + _rank(own)
-        self._num_rows_B += self._count_by_request(own)
+        at = at[self._candidates["request"][at].argsort(kind="stable")]
+        own = self._candidates["request"][at]
+        is_held_BR = np.zeros((self._num_requests, 1 + int(self._limits.num_nodes_B.max(initial=0))), dtype=bool)
+        is_held_BR[self._candidates["request"], self._candidates["row"]] = True  # the root's row, if it was not run
+        row = is_held_BR.argsort(axis=1, kind="stable")[own, _rank(own)]
         self._candidates["row"][at] = row
         inherited = self._candidates["ancestors"][self._candidates["parent"][at]]
         self._candidates["ancestors"][at] = inherited | np.left_shift(np.uint64(1), row.astype(np.uint64))
@@ -155,7 +175,7 @@ class BestFirstGrowth:
 
     def _count_by_request(self, request: np.ndarray) -> np.ndarray:
         """Return the number of entries of each request, int64 [B]."""
-        return np.bincount(request, minlength=len(self._num_rows_B))
+        return np.bincount(request, minlength=self._num_requests)
 
     def _trace_best_child(
         self, frontier: Frontier, scores: ChildScores, weight_FK: np.ndarray, is_failing_F: np.ndarray

@@ -12,7 +12,7 @@ A tree has 1 + N rows, whether they hold a node or not; a row without a node has
     2. score    the children of the nodes that the last level added, under the penalties of their own paths
     3. keep     the best of tree and children of each request: the next tree, breadth-first, row 0 the root
 
-Trees that do not grow best-first have another third step (`drafter.tree.device_rows`).
+Static trees have another third step, and share the types of rows (`drafter.tree.device_rows`).
 
 All rows are computed anyway. So a node is simply computed again at every level, in whatever row it is now, and neither
 its keys and values nor the features for its children have to be moved there. For the same reason the cost model is not
@@ -28,143 +28,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from drafter.tree.cost_model import calibrate
-from drafter.tree.frontier import DraftVocabulary, TreeRequests
-from drafter.tree.score import TopChildren, confidence_tau, top_children
-from drafter.tree.thresholds import passes_min, passes_path
+from drafter.tree.device_rows import (
+    Candidates,
+    NodeTensors,
+    RowInputs,
+    RowParameters,
+    ScoringParameters,
+    StaticRows,
+    StaticShape,
+    roots,
+)
+from drafter.tree.frontier import DraftVocabulary
+from drafter.tree.score import TopChildren, top_children
+from drafter.tree.thresholds import below_failed, passes_min, passes_path
 from workers.config import TreeConfig
 from workers.kernels.select import Kernels
 from workers.sampling.logits_processors import penalize
 from workers.sampling.sampler import process_logits_static
-from workers.settings import Rule
-from workers.types import SamplingBatch
 
 ReadRows = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """The draft model: (token, feature, position, ancestors) of all rows but the roots -> (features for the children,
 logits), each [B, N, ...] and contiguous."""
-
-
-class RowParameters(NamedTuple):
-    """The parameters of each request, float64 [B], which holds all of them exactly: they travel as one table.
-
-    A request of zeros keeps no node.
-    """
-
-    token_B: Tensor  # the root's
-    position_B: Tensor  # the root's, as the draft model counts
-    has_noise_B: Tensor  # 1 = children are ranked under the target's noise
-    num_nodes_B: Tensor
-    max_depth_B: Tensor
-    min_prob_B: Tensor
-    path_prob_B: Tensor
-    temperature_B: Tensor
-    top_k_B: Tensor
-    top_p_B: Tensor
-    min_p_B: Tensor
-    tau_B: Tensor  # see `drafter.tree.score.confidence_tau`
-    repetition_B: Tensor  # penalties
-    frequency_B: Tensor
-    presence_B: Tensor
-
-    @staticmethod
-    def fill(
-        table: np.ndarray,
-        trees: TreeRequests,
-        position_B: np.ndarray,
-        has_noise_B: np.ndarray,
-        penalties_B3: np.ndarray,
-    ) -> None:
-        """Fill in the table [B, columns] on the host; `RowParameters(*table.unbind(1))` reads it."""
-        limits, sampling = trees.limits, trees.sampling
-        temperature_B = sampling.temperature_B.numpy()
-        columns = (
-            trees.root_token_B, position_B, has_noise_B,
-            limits.num_nodes_B, limits.max_depth_B, limits.min_prob_B, limits.path_prob_B,
-            temperature_B, sampling.top_k_B.numpy(), sampling.top_p_B.numpy(), sampling.min_p_B.numpy(),
-            confidence_tau(temperature_B, limits.rule_B == Rule.COUPLED.value), *penalties_B3.T,
-        )  # fmt: skip
-        for place, column in enumerate(columns):
-            table[:, place] = column
-
-    def scoring(self, num_rows: int) -> ScoringParameters:
-        """Repeat the parameters of logits and weights for `num_rows` rows of each request."""
-        params = SamplingBatch(
-            temperature_B=self.temperature_B.float().repeat_interleave(num_rows),
-            top_k_B=self.top_k_B.int().repeat_interleave(num_rows),
-            top_p_B=self.top_p_B.float().repeat_interleave(num_rows),
-            min_p_B=self.min_p_B.float().repeat_interleave(num_rows),
-            seed_B=self.token_B.long().repeat_interleave(num_rows),  # never read: the noise is an input
-        )
-        tau_B = torch.where(self.tau_B > 0, self.tau_B, 1).float()  # padding must not produce NaN
-        return ScoringParameters(params, tau_B.repeat_interleave(num_rows))
-
-
-class ScoringParameters(NamedTuple):
-    """The parameters that turn logits [F, V] into scores and weights, see `drafter.tree.score`."""
-
-    params: SamplingBatch
-    tau_F: Tensor
-
-
-class NodeTensors(NamedTuple):
-    """Nodes [B, R] or candidates [B, C]. An entry of weight 0 is empty, and its other fields are arbitrary."""
-
-    token: Tensor  # int64
-    parent: Tensor  # int64, its row; a root is its own parent
-    depth: Tensor  # int64
-    weight: Tensor  # float32
-    path_prob: Tensor  # float64
-    column: Tensor  # int64, the token's column in the logits
-
-
-class RowInputs(NamedTuple):
-    """The draft model's inputs at all rows but the roots, int64 [B, N] each. Rows without a node have valid ones."""
-
-    token: Tensor
-    position: Tensor
-    ancestors: Tensor  # bitmask over the R rows, itself included
-    old_parent: Tensor  # the row that its parent had at the level before
-
-
-class Candidates(NamedTuple):
-    """A level's candidate children [B, F K], in the order of their parents. A weight of 0 = not to be drafted."""
-
-    token: Tensor  # int64
-    weight: Tensor  # float32
-    path_prob: Tensor  # float64
-    column: Tensor  # int64
-
-
-class GrowingRows(Protocol):
-    """Trees whose rows never move; see `drafter.tree.device_rows`."""
-
-    nodes: NodeTensors
-
-    @property
-    def pruned_BD(self) -> Tensor | None:
-        """int64: the nodes of depth 1 .. D that thresholds kept out, once all levels are placed; None = not counted."""
-        ...
-
-    def place(self, candidates: Candidates, depth: int) -> RowInputs:
-        """Add children of the nodes of this depth; return what the draft model reads at all rows but the roots.
-
-        The next level may overwrite the result, and the nodes' tensors.
-        """
-        ...
-
-
-class DeviceShape(Protocol):
-    """Which candidates become nodes, where trees do not grow best-first: the constants of all growths."""
-
-    def start(self, parameters: RowParameters) -> GrowingRows:
-        """Return trees of roots alone."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +66,7 @@ class StaticOptions:
     kernels: Kernels
     has_truncation: bool  # some request may have min-p, top-k or top-p
     has_penalties: bool
-    shape: DeviceShape | None = None  # None = trees grow best-first
+    shape: StaticShape | None = None  # None = trees grow best-first
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots, because of the cached properties
@@ -216,11 +106,6 @@ class Levels(Protocol):
         """The trees so far."""
         ...
 
-    @property
-    def pruned_BD(self) -> Tensor | None:
-        """See `GrowingRows`."""
-        ...
-
     def add(self, logits_BFV: Tensor, depth: int) -> RowInputs:
         """Add the children of the nodes of this depth, keep the best of all, and return the inputs of the new rows.
 
@@ -250,26 +135,8 @@ class TorchLevels:
     def __init__(self, inputs: GrowInputs, options: StaticOptions) -> None:
         self._inputs, self._options = inputs, options
         self._rows: RowInputs | None = None
-        self._growing = None if options.shape is None else options.shape.start(inputs.parameters)
-        if self._growing is not None:
-            self.nodes = self._growing.nodes
-            return
-        is_root_R = torch.arange(1 + inputs.num_nodes, device=inputs.table.device) == 0
-        is_root_BR = is_root_R.expand(len(inputs.table), -1)
-        zeros_BR = torch.zeros_like(is_root_BR, dtype=torch.int64)
-        self.nodes = NodeTensors(
-            token=inputs.parameters.token_B.long()[:, None] * is_root_R,
-            parent=zeros_BR,
-            depth=zeros_BR,
-            weight=is_root_BR.float(),
-            path_prob=is_root_BR.double(),
-            column=zeros_BR,
-        )
-
-    @property
-    def pruned_BD(self) -> Tensor | None:
-        """See `Levels`."""
-        return None if self._growing is None else self._growing.pruned_BD
+        self._static = None if options.shape is None else StaticRows(options.shape, inputs.parameters)
+        self.nodes = self._static.nodes if self._static is not None else roots(inputs.parameters, 1 + inputs.num_nodes)
 
     def add(self, logits_BFV: Tensor, depth: int) -> RowInputs:
         """See `Levels`."""
@@ -278,10 +145,9 @@ class TorchLevels:
             logits_BFV = self._penalized(logits_BFV.float())
         top = self._score(logits_BFV, depth)
         children = _children(self.nodes, depth, top, parameters, self._inputs.fit_D2[depth])
-        if self._growing is not None:
+        if self._static is not None:
             candidates = Candidates(children.token, children.weight, children.path_prob, children.column)
-            self._rows = self._growing.place(candidates, depth)
-            self.nodes = self._growing.nodes
+            self._rows = self._static.place(candidates, depth)
             return self._rows
         self.nodes, old_parent_BR = _keep_best(self.nodes, children, parameters.num_nodes_B)
         position_BR = parameters.position_B.long()[:, None] + self.nodes.depth
@@ -349,12 +215,11 @@ def _children(
     """
     first, num_scored = min(depth, 1), top.top_prob_F.shape[1]
     parents = NodeTensors(*(field[:, first : first + num_scored] for field in nodes))
-    is_open_BF = (
-        (parents.depth == depth)
-        & (depth < parameters.max_depth_B[:, None])
-        & passes_path(parents.path_prob, parameters.path_prob_B[:, None])
-        & passes_min(top.top_prob_F, parameters.min_prob_B[:, None])
-    )
+    passes_BF = passes_path(parents.path_prob, parameters.path_prob_B[:, None])
+    passes_BF &= passes_min(top.top_prob_F, parameters.min_prob_B[:, None])
+    is_open_BF = (parents.depth == depth) & (depth < parameters.max_depth_B[:, None])
+    is_open_BF &= passes_BF | (parameters.is_auto_B[:, None] == 0)
+    path_prob_BFK = parents.path_prob[:, :, None] * top.prob_FK
     weight_BFK = parents.weight[:, :, None] * calibrate(top.weight_FK, fit_2)
     is_child_BFK = is_open_BF[:, :, None] & (weight_BFK > 0)  # NaN is no child
     row_F1 = torch.arange(first, first + num_scored, device=weight_BFK.device)[:, None]
@@ -363,7 +228,7 @@ def _children(
         parent=row_F1.expand_as(weight_BFK).flatten(1),
         depth=torch.full_like(weight_BFK, depth + 1, dtype=torch.int64).flatten(1),
         weight=torch.where(is_child_BFK, weight_BFK, 0.0).flatten(1),
-        path_prob=(parents.path_prob[:, :, None] * top.prob_FK).flatten(1),
+        path_prob=torch.where(passes_BF[:, :, None], path_prob_BFK, below_failed(path_prob_BFK)).flatten(1),
         column=top.column_FK.flatten(1),
     )
 

@@ -1,15 +1,14 @@
-"""Growth by budgets on the device: which candidates of a level become nodes, and in which rows.
+"""Rows of trees on the device: the tensors that hold them, and the rows of static trees and chains.
 
-    device_shape(tree, device) -> DeviceShape | None    what a tree's configuration says; None = best-first
-    StaticShape(paths, device)                          static trees and chains: every node's row is known beforehand
-    BudgetedShape(policy, num_nodes, device)            dynamic trees without `auto`
+    RowParameters, NodeTensors, Candidates, RowInputs   what growth on the device reads and writes
+    StaticShape(paths, device), StaticRows              every node's row is known beforehand
 
-The trees are those of `drafter.tree.budgeted`, which grows them on the host. Unlike in best-first growth, rows never
-move: a level only fills further ones. Nothing is read on the host, so that a CUDA graph can hold a whole growth.
-`drafter.tree.triton_rows` has the Triton kernels, one a level where torch launches dozens.
+Unlike in best-first growth, the rows of a static tree never move: a level only fills further ones. The trees are those
+that `drafter.tree.budgeted` grows on the host. Nothing is read on the host, so that a CUDA graph can hold a whole
+growth. `drafter.tree.triton_rows` has the Triton kernel, one a level where torch launches dozens.
 
 Legend: B requests, N nodes of a tree, R = 1 + N rows, M rows of a level, F rows that are scored (the root, then all
-rows but the root), K children, C = F K candidates, J nodes of a typical subtree, X = K J of all children, D levels.
+rows but the root), K children, C = F K candidates.
 """
 
 from __future__ import annotations
@@ -17,23 +16,122 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from drafter.tree.best_first_device import Candidates, DeviceShape, GrowingRows, NodeTensors, RowInputs, RowParameters
-from drafter.tree.policy import DynamicTreePolicy
-from workers.config import TreeConfig
+from drafter.tree.frontier import TreeRequests
+from drafter.tree.score import confidence_tau
+from workers.settings import Rule
+from workers.types import SamplingBatch
 
 
-def device_shape(tree: TreeConfig, device: torch.device) -> DeviceShape | None:
-    """Return how trees grow that keep to a service's configuration, or None if they grow best-first."""
-    if tree.paths:
-        assert len(tree.paths) == tree.num_speculative_tokens
-        return StaticShape(tree.paths, device)
-    if tree.prune.auto:
-        return None
-    policy = DynamicTreePolicy(tree.max_children, tree.max_depth)
-    return BudgetedShape(policy, tree.num_speculative_tokens, device)
+class RowParameters(NamedTuple):
+    """The parameters of each request, float64 [B], which holds all of them exactly: they travel as one table.
+
+    A request of zeros keeps no node.
+    """
+
+    token_B: Tensor  # the root's
+    position_B: Tensor  # the root's, as the draft model counts
+    has_noise_B: Tensor  # 1 = children are ranked under the target's noise
+    num_nodes_B: Tensor
+    max_depth_B: Tensor
+    min_prob_B: Tensor
+    path_prob_B: Tensor
+    temperature_B: Tensor
+    top_k_B: Tensor
+    top_p_B: Tensor
+    min_p_B: Tensor
+    tau_B: Tensor  # see `drafter.tree.score.confidence_tau`
+    repetition_B: Tensor  # penalties
+    frequency_B: Tensor
+    presence_B: Tensor
+    is_auto_B: Tensor  # 1 = what thresholds keep out frees its place
+
+    @staticmethod
+    def fill(
+        table: np.ndarray,
+        trees: TreeRequests,
+        position_B: np.ndarray,
+        has_noise_B: np.ndarray,
+        penalties_B3: np.ndarray,
+    ) -> None:
+        """Fill in the table [B, columns] on the host; `RowParameters(*table.unbind(1))` reads it."""
+        limits, sampling = trees.limits, trees.sampling
+        temperature_B = sampling.temperature_B.numpy()
+        columns = (
+            trees.root_token_B, position_B, has_noise_B,
+            limits.num_nodes_B, limits.max_depth_B, limits.min_prob_B, limits.path_prob_B,
+            temperature_B, sampling.top_k_B.numpy(), sampling.top_p_B.numpy(), sampling.min_p_B.numpy(),
+            confidence_tau(temperature_B, limits.rule_B == Rule.COUPLED.value), *penalties_B3.T,
+            limits.is_auto_B,
+        )  # fmt: skip
+        for place, column in enumerate(columns):
+            table[:, place] = column
+
+    def scoring(self, num_rows: int) -> ScoringParameters:
+        """Repeat the parameters of logits and weights for `num_rows` rows of each request."""
+        params = SamplingBatch(
+            temperature_B=self.temperature_B.float().repeat_interleave(num_rows),
+            top_k_B=self.top_k_B.int().repeat_interleave(num_rows),
+            top_p_B=self.top_p_B.float().repeat_interleave(num_rows),
+            min_p_B=self.min_p_B.float().repeat_interleave(num_rows),
+            seed_B=self.token_B.long().repeat_interleave(num_rows),  # never read: the noise is an input
+        )
+        tau_B = torch.where(self.tau_B > 0, self.tau_B, 1).float()  # padding must not produce NaN
+        return ScoringParameters(params, tau_B.repeat_interleave(num_rows))
+
+
+class ScoringParameters(NamedTuple):
+    """The parameters that turn logits [F, V] into scores and weights, see `drafter.tree.score`."""
+
+    params: SamplingBatch
+    tau_F: Tensor
+
+
+class NodeTensors(NamedTuple):
+    """Nodes [B, R] or candidates [B, C]. An entry of weight 0 is empty, and its other fields are arbitrary."""
+
+    token: Tensor  # int64
+    parent: Tensor  # int64, its row; a root is its own parent
+    depth: Tensor  # int64
+    weight: Tensor  # float32
+    path_prob: Tensor  # float64; negative below a node that failed, see `drafter.tree.thresholds`
+    column: Tensor  # int64, the token's column in the logits
+
+
+class RowInputs(NamedTuple):
+    """The draft model's inputs at all rows but the roots, int64 [B, N] each. Rows without a node have valid ones."""
+
+    token: Tensor
+    position: Tensor
+    ancestors: Tensor  # bitmask over the R rows, itself included
+    old_parent: Tensor  # the row that its parent had at the level before
+
+
+class Candidates(NamedTuple):
+    """A level's candidate children [B, F K], in the order of their parents. A weight of 0 = not to be drafted."""
+
+    token: Tensor  # int64
+    weight: Tensor  # float32
+    path_prob: Tensor  # float64
+    column: Tensor  # int64
+
+
+def roots(parameters: RowParameters, num_rows: int) -> NodeTensors:
+    """Return trees of roots alone."""
+    row_R = torch.arange(num_rows, device=parameters.token_B.device)
+    is_root_BR = (row_R == 0).expand(len(parameters.token_B), -1)
+    zeros_BR = torch.zeros_like(is_root_BR, dtype=torch.int64)
+    return NodeTensors(
+        token=parameters.token_B.long()[:, None] * is_root_BR,
+        parent=zeros_BR,
+        depth=zeros_BR,
+        weight=is_root_BR.float(),
+        path_prob=is_root_BR.double(),
+        column=zeros_BR.clone(),  # static rows are filled in place
+    )
 
 
 class _Level(NamedTuple):
@@ -45,7 +143,7 @@ class _Level(NamedTuple):
 
 
 class StaticShape:
-    """A static tree. paths: breadth-first, e.g. ((0,), (1,), (0, 0)). It counts nothing that thresholds keep out."""
+    """A static tree. paths: breadth-first, e.g. ((0,), (1,), (0, 0))."""
 
     def __init__(self, paths: Sequence[tuple[int, ...]], device: torch.device) -> None:
         num_children = 1 + max(path[-1] for path in paths)
@@ -70,15 +168,9 @@ class StaticShape:
             filled = [parent if row <= rows[-1] else 0 for row, parent in enumerate(parents)]
             self.levels.append(_Level(rows[0], rows[-1] + 1, on_device(filled[1:])))
 
-    def start(self, parameters: RowParameters) -> GrowingRows:
-        """See `DeviceShape`."""
-        return _StaticRows(self, parameters)
 
-
-class _StaticRows:
+class StaticRows:
     """A node is in a tree if its row is among the first `num_nodes` and it is a candidate of a parent that is."""
-
-    pruned_BD = None
 
     def __init__(self, shape: StaticShape, parameters: RowParameters) -> None:
         self._shape = shape
@@ -86,12 +178,15 @@ class _StaticRows:
         size = len(parameters.token_B), len(shape.row_R)
         self._position_BN = parameters.position_B.long()[:, None] + shape.depth_R[1:]
         # Rows that are not filled yet have weight 0, and the parents and depths that they will have.
-        self.nodes = _roots(parameters.token_B, shape.row_R)._replace(
+        self.nodes = roots(parameters, len(shape.row_R))._replace(
             parent=shape.parent_R.expand(size).contiguous(), depth=shape.depth_R.expand(size).contiguous()
         )
 
     def place(self, candidates: Candidates, depth: int) -> RowInputs:
-        """See `GrowingRows`."""
+        """Add children [B, C] of the nodes of this depth; return what the draft model reads at all rows but the roots.
+
+        The next level may overwrite the result, and the nodes' tensors.
+        """
         shape, nodes = self._shape, self.nodes
         first, stop, old_parent_N = shape.levels[depth]
         source_M = shape.source_R[first:stop]
@@ -107,94 +202,3 @@ class _StaticRows:
             ancestors=shape.ancestors_R[1:].expand(size).contiguous(),
             old_parent=old_parent_N.expand(size).contiguous(),
         )
-
-
-class BudgetedShape:
-    """Dynamic trees whose nodes split their budgets among their children (`DynamicTreePolicy.split`)."""
-
-    def __init__(self, policy: DynamicTreePolicy, num_nodes: int, device: torch.device) -> None:
-        self.subtree_DJ = torch.from_numpy(policy.subtrees[:, :num_nodes].copy()).to(device)
-        self.row_R = torch.arange(1 + num_nodes, device=device)
-
-    def start(self, parameters: RowParameters) -> GrowingRows:
-        """See `DeviceShape`."""
-        return _BudgetedRows(self, parameters)
-
-
-class _BudgetedRows:
-    """Children are appended in the order of their parents' rows, then by rank, as on the host."""
-
-    def __init__(self, shape: BudgetedShape, parameters: RowParameters) -> None:
-        self._subtree_DJ, self._row_R = shape.subtree_DJ, shape.row_R
-        self._own_R = torch.ones_like(shape.row_R) << shape.row_R
-        self._max_depth_B, self._position_B1 = parameters.max_depth_B.long(), parameters.position_B.long()[:, None]
-        self.nodes = _roots(parameters.token_B, shape.row_R)
-        self._ancestors_BR = (1 | self._own_R).expand_as(self.nodes.token)
-        self._budget_BR = parameters.num_nodes_B.long()[:, None] * (shape.row_R == 0)
-        self._count_B1 = torch.ones_like(self._position_B1)
-        self.pruned_BD = shape.row_R.new_zeros(len(parameters.token_B), len(shape.subtree_DJ))
-
-    def place(self, candidates: Candidates, depth: int) -> RowInputs:
-        """See `GrowingRows`."""
-        nodes, row_R = self.nodes, self._row_R
-        B, C = candidates.weight.shape
-        first, F = (0, 1) if depth == 0 else (1, len(row_R) - 1)
-        K = C // F
-        budget_BF = self._budget_BR[:, first : first + F]
-        size_BFK = self._split(candidates.weight.view(B, F, K), budget_BF, depth)
-        is_child_BFK = size_BFK > 0
-        is_due_BF = nodes.depth[:, first : first + F] == depth
-        self.pruned_BD[:, depth] = (budget_BF * (is_due_BF & ~is_child_BFK.any(-1))).sum(1)
-
-        # Candidates that get no row share one behind the last.
-        is_child_BC = is_child_BFK.flatten(1)
-        end_BC = self._count_B1 + is_child_BC.cumsum(1)
-        at_BC = torch.where(is_child_BC, end_BC - 1, len(row_R))
-        candidate_BC = torch.arange(C, device=at_BC.device).expand(B, C)
-        source_BR = at_BC.new_zeros(B, 1 + len(row_R)).scatter(1, at_BC, candidate_BC)[:, :-1]
-        last_B1 = end_BC[:, -1:]
-        is_new_BR = (row_R >= self._count_B1) & (row_R < last_B1)
-        parent_BR = first + source_BR // K
-
-        def filled(old_BR: Tensor, new_BC: Tensor) -> Tensor:
-            return torch.where(is_new_BR, new_BC.gather(1, source_BR), old_BR)
-
-        self.nodes = nodes = NodeTensors(
-            token=filled(nodes.token, candidates.token),
-            parent=torch.where(is_new_BR, parent_BR, nodes.parent),
-            depth=nodes.depth.masked_fill(is_new_BR, depth + 1),
-            weight=filled(nodes.weight, candidates.weight),
-            path_prob=filled(nodes.path_prob, candidates.path_prob),
-            column=filled(nodes.column, candidates.column),
-        )
-        path_BR = self._ancestors_BR.gather(1, parent_BR) | self._own_R
-        self._ancestors_BR = torch.where(is_new_BR, path_BR, self._ancestors_BR)
-        self._budget_BR = filled(self._budget_BR, size_BFK.flatten(1) - 1)
-        self._count_B1 = last_B1
-        fields = (nodes.token, self._position_B1 + nodes.depth, self._ancestors_BR, nodes.parent)
-        return RowInputs(*(field_BR[:, 1:].contiguous() for field_BR in fields))
-
-    def _split(self, weight_BFK: Tensor, budget_BF: Tensor, depth: int) -> Tensor:
-        """Return the size of each child's subtree, itself included, int64 [B, F, K]; see `DynamicTreePolicy.split`."""
-        num_levels_B = (self._max_depth_B - depth).clamp(1, len(self._subtree_DJ))
-        subtree_BJ = self._subtree_DJ[num_levels_B - 1]
-        value_BFX = (weight_BFK[..., None] * subtree_BJ[:, None, None]).flatten(2)
-        ranked = value_BFX.sort(dim=-1, descending=True, stable=True)
-        rank_X = torch.arange(value_BFX.shape[-1], device=value_BFX.device)
-        is_taken_BFX = (rank_X < budget_BF[..., None]) & (ranked.values > 0)
-        child_BFX = ranked.indices // subtree_BJ.shape[1]
-        return torch.zeros_like(weight_BFK, dtype=torch.int64).scatter_add(2, child_BFX, is_taken_BFX.long())
-
-
-def _roots(token_B: Tensor, row_R: Tensor) -> NodeTensors:
-    """Return trees of roots alone."""
-    is_root_BR = (row_R == 0).expand(len(token_B), -1)
-    zeros_BR = torch.zeros_like(is_root_BR, dtype=torch.int64)
-    return NodeTensors(
-        token=token_B.long()[:, None] * is_root_BR,
-        parent=zeros_BR,
-        depth=zeros_BR,
-        weight=is_root_BR.float(),
-        path_prob=is_root_BR.double(),
-        column=zeros_BR.clone(),  # static rows are filled in place
-    )

@@ -48,7 +48,7 @@ from drafter.tree.frontier import (
     TreeRequests,
     UnprunedTrees,
 )
-from drafter.tree.pack import cut, pack_probs, pack_trees
+from drafter.tree.pack import cut, pack_probs, pack_trees, prune
 from drafter.tree.policy import DynamicTreePolicy, TreePolicy
 from drafter.tree.score import ChildScores, score
 from drafter.tree.trace import trace_trees
@@ -162,11 +162,10 @@ def _by_level(
     constraints: _PathConstraints,
 ) -> UnprunedTrees:
     limits, sampling = trees.limits, trees.sampling
-    is_best_first_B = limits.is_auto_B & ~limits.is_sampled_B & isinstance(policy, DynamicTreePolicy)
+    is_best_first_B = ~limits.is_sampled_B & isinstance(policy, DynamicTreePolicy)
     growths: list[Growth] = []
     best_first, budgeted = np.flatnonzero(is_best_first_B), np.flatnonzero(~is_best_first_B)
     if len(best_first):
-        assert cost_model is not None, "auto needs costs"
         growths.append(BestFirstGrowth(best_first, trees, cost_model))
     if len(budgeted) or not len(best_first):
         growths.append(BudgetedGrowth(budgeted, trees, policy, cost_model))
@@ -210,14 +209,16 @@ def _by_level(
 
 
 def _finish(grown: UnprunedTrees, asked: TreeRequests, cost_model: TreeCostModel | None) -> GrownTrees:
-    """Cut the trees under `auto`, then pack all of them."""
-    nodes, sampled, pruned_BD, num_levels, num_run, pruned = grown
+    """Prune by thresholds what has not been, cut the trees under `auto`, then pack all of them."""
+    nodes, sampled, pruned_BD, num_levels, num_run, kept_out = grown
+    nodes, removed, failed = prune(nodes, asked.limits)
+    np.add.at(pruned_BD, (removed.request_N, removed.depth_N - 1), 1)
     is_kept_N = None
     if cost_model is not None:
         is_kept_N = cut(nodes, asked.limits, cost_model, cost_model.draft_ms(num_levels, num_run))
         np.add.at(pruned_BD, (nodes.request_N[~is_kept_N], nodes.depth_N[~is_kept_N] - 1), 1)
     trees = pack_trees(nodes if is_kept_N is None else nodes.rows(is_kept_N), len(pruned_BD))
-    trace = None if asked.traced_B is None else trace_trees(nodes, is_kept_N, pruned, asked.traced_B)
+    trace = None if asked.traced_B is None else trace_trees(nodes, is_kept_N, [*kept_out, failed], asked.traced_B)
     return GrownTrees(trees, pack_probs(sampled, trees), pruned_BD, num_levels, num_run, trace)
 
 

@@ -1,4 +1,4 @@
-"""From grown nodes to the message: the final cut, and the packing of trees and draft probabilities."""
+"""From grown nodes to the message: pruning, the final cut, and the packing of trees and draft probabilities."""
 
 from __future__ import annotations
 
@@ -8,8 +8,35 @@ import numpy as np
 import torch
 
 from drafter.tree.cost_model import TreeCostModel
-from drafter.tree.frontier import GrowLimits, SampledNodes, TreeNodes
+from drafter.tree.frontier import GrowLimits, PrunedNodes, SampledNodes, TreeNodes
+from drafter.tree.thresholds import passes_path
+from workers.settings import PruneReason
 from workers.types import DraftProbs, TreeBatch
+
+
+def prune(nodes: TreeNodes, limits: GrowLimits) -> tuple[TreeNodes, TreeNodes, PrunedNodes]:
+    """Remove the descendants of nodes that failed a threshold, which best-first growth has kept.
+
+    nodes: sorted by request, then row. Returns the others, those that are removed, and the children of nodes that
+    failed.
+    """
+    is_pruned_N = nodes.path_prob_N < 0
+    if not is_pruned_N.any():
+        return nodes, nodes.rows(is_pruned_N), PrunedNodes.undrafted(*(np.zeros(0, dtype=np.int64),) * 3)
+    first_B = nodes.request_N.searchsorted(np.arange(len(limits.num_nodes_B)))
+    parent_N = first_B[nodes.request_N] + nodes.parent_row_N  # a node's row is its index among those of its request
+    child_C = (is_pruned_N & ~is_pruned_N[parent_N]).nonzero()[0]
+    request_C, parent_prob_C = nodes.request_N[child_C], nodes.path_prob_N[parent_N[child_C]]
+    fails_path_C = ~passes_path(parent_prob_C, limits.path_prob_B[request_C])
+    children = PrunedNodes(
+        request_P=request_C,
+        parent_row_P=nodes.parent_row_N[child_C],
+        token_P=nodes.token_N[child_C],
+        weight_P=nodes.weight_N[child_C],
+        prob_P=-nodes.path_prob_N[child_C] / parent_prob_C,
+        reason_P=np.where(fails_path_C, PruneReason.PATH_PROB, PruneReason.MIN_PROB).astype(np.uint8),
+    )
+    return nodes.rows(~is_pruned_N), nodes.rows(is_pruned_N), children
 
 
 def cut(nodes: TreeNodes, limits: GrowLimits, cost_model: TreeCostModel, draft_ms: float) -> np.ndarray:

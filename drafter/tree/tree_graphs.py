@@ -23,12 +23,11 @@ from torch import Tensor
 from drafter.tree.best_first_device import (
     GrowInputs,
     Levels,
-    RowParameters,
     StaticOptions,
     TorchLevels,
     grow_on_device,
 )
-from drafter.tree.device_rows import device_shape
+from drafter.tree.device_rows import RowParameters, StaticShape
 from drafter.tree.frontier import DraftVocabulary, TreeNodes, TreeRequests, TreeRoots, UnprunedTrees
 from drafter.tree.score import child_kinds
 from workers.config import EngineConfig
@@ -114,7 +113,7 @@ class TreeGraphs:
         self._tree, self._vocab, self._kernels = config.draft.tree, vocab, kernels
         self._table_width = config.pages_for(config.max_model_len)
         device = example_1X.device
-        self._shape = device_shape(self._tree, device)
+        self._shape = StaticShape(self._tree.paths, device) if self._tree.paths else None
         sizes = buckets(config.max_num_seqs, self._tree.num_speculative_tokens, vocab.size)
         if self._tree.paths and vocab.size < self._tree.num_children:
             sizes = []
@@ -141,23 +140,20 @@ class TreeGraphs:
     def fit_of(self, trees: TreeRequests) -> Tensor | None:
         """Return the calibration [D, 2] under which a graph grows all of these trees; None if none can.
 
-        No graph grows sampled trees. Dynamic ones must all be under `auto` or none of them, as the service's are by
-        default. A static one may have no thresholds, since what they keep out is not counted. Where thresholds keep
-        nodes out of trees with budgets, those nodes are counted and not named, as a trace would.
+        No graph grows sampled trees, or trees of which only some are under `auto`. A static one may have no thresholds
+        and not be traced, since a graph neither counts nor names what is kept out of it.
         """
-        limits, costs = trees.limits, trees.costs
-        is_best_first, is_dynamic = self._shape is None, self._tree.kind == "dynamic"
+        limits = trees.limits
         has_thresholds = limits.min_prob_B.any() or limits.path_prob_B.any()
         if (
             limits.is_sampled_B.any()
-            or (has_thresholds and not is_dynamic)
-            or (trees.traced_B is not None and not is_best_first)
+            or (self._shape is not None and (has_thresholds or trees.traced_B is not None))
+            or (limits.is_auto_B.any() and not limits.is_auto_B.all())
         ):
             return None
-        if limits.is_auto_B.any():
-            is_fit = limits.is_auto_B.all() and (is_best_first or not is_dynamic)
-            return costs.calibration_D2 if is_fit and costs is not None else None
-        return None if is_best_first else _UNCALIBRATED
+        if not limits.is_auto_B.any():
+            return _UNCALIBRATED
+        return None if trees.costs is None else trees.costs.calibration_D2
 
     def set_roots(self, roots: TreeRoots, hidden_MX: Tensor, row_G: Tensor) -> Tensor:
         """Set where the trees of this step begin. Return the outputs at their roots, which the next call overwrites."""
@@ -201,14 +197,10 @@ class TreeGraphs:
         if has_penalties:
             write_token_counts(self._count_BV[:num_requests], trees.logits_states, self._vocab.columns)
         self._plans[num_requests].move(*self._places(num_requests))
-        (grown_BX,) = to_host(self._grow[key]())
-        grown_GX, num_rows = grown_BX[:num_trees], 1 + self._tree.num_speculative_tokens
-        grown_G5R = grown_GX[:, : 5 * num_rows].reshape(num_trees, 5, num_rows)
+        (grown_B5R,) = to_host(self._grow[key]())
+        grown_G5R = grown_B5R[:num_trees]
         b, row = np.nonzero(grown_G5R[:, 3] > 0)
         token, parent, depth, weight, path_prob = grown_G5R[b, :, row].T
-        pruned_GD = np.zeros((num_trees, int(limits.max_depth_B.max())), dtype=np.int32)
-        counted_GD = grown_GX[:, 5 * num_rows :][:, : pruned_GD.shape[1]]
-        pruned_GD[:, : counted_GD.shape[1]] = counted_GD
         nodes = TreeNodes(
             request_N=b,
             row_N=row,
@@ -222,16 +214,13 @@ class TreeGraphs:
         return UnprunedTrees(
             nodes=nodes,
             sampled=[],
-            pruned_BD=pruned_GD,
+            pruned_BD=np.zeros((num_trees, int(limits.max_depth_B.max())), dtype=np.int32),
             num_levels=num_levels,
             num_run=(num_levels - 1) * num_trees * self._tree.num_speculative_tokens,
         )
 
     def _grow_padded(self, num_requests: int, has_truncation: bool, has_penalties: bool) -> Tensor:
-        """Return token, parent, depth, weight and path_prob of every row, then what was pruned, float64 [B, 5 R + D].
-
-        Trees that grow best-first do not count what was pruned. A graph captures this.
-        """
+        """Return token, parent, depth, weight and path_prob of every row, float64 [B, 5, R]. A graph captures this."""
         plan = self._plans[num_requests]
 
         def read(token_BN: Tensor, in_BNH: Tensor, position_BN: Tensor, ancestors_BN: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,8 +247,7 @@ class TreeGraphs:
         levels = make_levels(inputs, options)
         roots_BV = self._root_logits(self._hidden_BX[:num_requests])
         grow_on_device(levels, roots_BV, read, self._tree.longest_path)
-        pruned = () if levels.pruned_BD is None else (levels.pruned_BD,)
-        return torch.cat([field.double() for field in (*levels.nodes[:5], *pruned)], dim=1)
+        return torch.stack([field.double() for field in levels.nodes[:5]], dim=1)
 
     def _fill_noise(self, noisy: np.ndarray, trees: TreeRequests) -> None:
         """Fill in the noise of the requests `noisy`: the children of depth-d nodes stand for index root + d."""

@@ -7,7 +7,7 @@ Three launches a level replace about eighty, and a fourth collects the features 
     _keep_best          a program per request: ranks tree and children, keeps the best, renumbers their rows
     _gather_features    a program per row: the feature of its parent, wherever the parent's row was
 
-Trees that do not grow best-first have another third step (`drafter.tree.triton_rows`).
+Static trees have another third step (`drafter.tree.triton_rows`).
 
 With truncation or penalties, `_penalize` and `_mask_min_p` edit the logits first, a program per row and block.
 
@@ -24,8 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drafter.tree import triton_rows
-from drafter.tree.best_first_device import Candidates, GrowInputs, NodeTensors, RowInputs, StaticOptions
+from drafter.tree.best_first_device import GrowInputs, StaticOptions
+from drafter.tree.device_rows import Candidates, NodeTensors, RowInputs
+from drafter.tree.triton_rows import TritonStaticRows
 from workers.kernels.triton_sampling import _log
 
 _BLOCK = 2048
@@ -38,7 +39,7 @@ class TritonLevels:
     def __init__(self, inputs: GrowInputs, options: StaticOptions) -> None:
         self._inputs, self._options = inputs, options
         self._num_nodes = options.tree.num_speculative_tokens
-        self._growing = None if options.shape is None else triton_rows.start(options.shape, inputs.table)
+        self._static = None if options.shape is None else TritonStaticRows(options.shape, inputs.table)
         self._nodes: NodeTensors | None = None  # the first level's launches read roots from the table
         self._rows: RowInputs | None = None
 
@@ -47,11 +48,6 @@ class TritonLevels:
         """See `Levels`."""
         assert self._nodes is not None
         return self._nodes
-
-    @property
-    def pruned_BD(self) -> Tensor | None:
-        """See `Levels`."""
-        return None if self._growing is None else self._growing.pruned_BD
 
     def features(self, rows: RowInputs, hidden_BNH: Tensor | None) -> Tensor:
         """See `Levels`."""
@@ -102,10 +98,9 @@ class TritonLevels:
             IS_FIRST=is_first, HAS_IDS=ids is not None,
             FOUND=triton.next_power_of_2(splits * K), SPLITS=triton.next_power_of_2(splits),
         )  # fmt: skip
-        if self._growing is not None:
-            candidates = Candidates(child_2[0], weight_BC, path_prob_BC, child_2[1])
-            self._rows = self._growing.place(candidates, depth)
-            self._nodes = self._growing.nodes
+        if self._static is not None:
+            self._rows = self._static.place(Candidates(child_2[0], weight_BC, path_prob_BC, child_2[1]), depth)
+            self._nodes = self._static.nodes
             return self._rows
         state_5 = torch.empty(5, B, R, dtype=torch.int64, device=device)  # token, parent, depth, column, ancestors
         weight_BR = torch.empty(B, R, dtype=torch.float32, device=device)
@@ -148,7 +143,7 @@ class TritonLevels:
 
 # The columns of the table of `RowParameters`.
 _TOKEN, _BASE, _HAS_NOISE, _NUM_NODES, _MAX_DEPTH, _MIN_PROB, _PATH_PROB, _TEMPERATURE = map(tl.constexpr, range(8))
-_TOP_K, _TOP_P, _MIN_P, _TAU, _REPETITION, _FREQUENCY, _PRESENCE = map(tl.constexpr, range(8, 15))
+_TOP_K, _TOP_P, _MIN_P, _TAU, _REPETITION, _FREQUENCY, _PRESENCE, _IS_AUTO = map(tl.constexpr, range(8, 16))
 
 
 @triton.jit(do_not_specialize=["num_columns", "num_scored", "num_nodes", "num_splits"])
@@ -297,8 +292,9 @@ def _score_children(
         parent_weight = tl.load(weight_ptr + parent)
         parent_prob = tl.load(path_prob_ptr + parent)
         is_open = is_open & (tl.load(depth_ptr + parent) == depth)
-    is_open = is_open & (parent_prob >= tl.load(table_ptr + _PATH_PROB))
-    is_open = is_open & (top_prob.to(tl.float64) >= tl.load(table_ptr + _MIN_PROB))
+    passes = parent_prob >= tl.load(table_ptr + _PATH_PROB)
+    passes = passes & (top_prob.to(tl.float64) >= tl.load(table_ptr + _MIN_PROB))
+    is_open = is_open & (passes | (tl.load(table_ptr + _IS_AUTO) == 0.0))
     place = tl.arange(0, FOUND)
     is_found = place < num_splits * k
     mine = row.to(tl.int64) * num_splits * k + place
@@ -325,7 +321,8 @@ def _score_children(
         tl.store(children_ptr + out + i, token)
         tl.store(children_ptr + num_children + out + i, column)
         tl.store(child_weight_ptr + out + i, tl.where(is_child, weight, 0.0))
-        tl.store(child_path_prob_ptr + out + i, parent_prob * tl.exp(x - x_lse).to(tl.float64))
+        path_prob = parent_prob * tl.exp(x - x_lse).to(tl.float64)
+        tl.store(child_path_prob_ptr + out + i, tl.where(passes, path_prob, -tl.abs(path_prob)))
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_nodes", "num_children", "k", "depth"])

@@ -305,11 +305,11 @@ def growth() -> Iterator[Case]:
 
 
 def placement() -> Iterator[Case]:
-    """Yield the kernels that place children whose rows never move, for the service's defaults and for 63 nodes."""
+    """Yield the kernel of static trees, for the service's defaults and for 63 nodes."""
     double = "*fp64"
     level = dict(token_ptr=INT64, child_weight_ptr=FLOAT, child_path_prob_ptr=double, column_ptr=INT64)
-    level |= dict(table_ptr=double, shape_ptr=INT64, subtree_ptr=double, state_ptr=INT64, weight_ptr=FLOAT)
-    level |= dict(path_prob_ptr=double, rows_ptr=INT64, pruned_ptr=INT64)
+    level |= dict(table_ptr=double, shape_ptr=INT64, state_ptr=INT64, weight_ptr=FLOAT)
+    level |= dict(path_prob_ptr=double, rows_ptr=INT64)
     for rows, is_first in product((32, 64), (False, True)):
         of_first = " of the first level" if is_first else ""
         yield Case(
@@ -318,18 +318,6 @@ def placement() -> Iterator[Case]:
             constants=dict(IS_FIRST=is_first, ROWS=rows),
             types=level,
         )
-        yield Case(
-            name=f"tree: place budgeted{of_first}, {rows} rows",
-            kernel=triton_rows._place_budgeted,
-            constants=dict(IS_FIRST=is_first, ROWS=rows, SCORED=1 if is_first else {32: 16, 64: 64}[rows], CHILDREN=8),
-            types=level,
-        )
-    yield Case(
-        name="tree: place budgeted, one child",
-        kernel=triton_rows._place_budgeted,
-        constants=dict(IS_FIRST=True, ROWS=2, SCORED=1, CHILDREN=1),
-        types=level,
-    )
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ The kernels themselves are tested elsewhere; these functions, named like them, r
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.tree import best_first_device
-from drafter.tree.best_first_device import Candidates, NodeTensors, RowParameters
-from drafter.tree.device_rows import _BudgetedRows
+from drafter.tree.device_rows import NodeTensors, RowParameters
 from drafter.tree.score import TopChildren
 from workers.kernels.block_scaled import BlockScaled
 from workers.sampling.logits_processors import penalize
@@ -264,27 +262,6 @@ def _place_static(
     rows[0][:, new - 1], rows[3][:, new - 1] = token[:, at], parent[new]
 
 
-def _place_budgeted(
-    token: Tensor, child_weight: Tensor, child_path_prob: Tensor, column: Tensor, table: Tensor, subtree: Tensor,
-    state: Tensor, weight: Tensor, path_prob: Tensor, rows: Tensor, pruned: Tensor, table_width: int,
-    num_requests: int, num_nodes: int, num_scored: int, k: int, num_levels: int, depth: int,
-    *, IS_FIRST: bool, **_: Any,
-) -> None:  # fmt: skip
-    shape = SimpleNamespace(subtree_DJ=subtree, row_R=torch.arange(1 + num_nodes))
-    placed = _BudgetedRows(shape, RowParameters(*table.unbind(1)))  # type: ignore[arg-type]
-    if not IS_FIRST:
-        placed.nodes = NodeTensors(*state[:3], weight, path_prob, state[3])
-        placed._ancestors_BR, placed._budget_BR = state[4], state[5]
-        placed._count_B1 = 1 + (state[2] > 0).sum(1, keepdim=True)
-    inputs = placed.place(Candidates(token, child_weight, child_path_prob, column), depth)
-    nodes = placed.nodes
-    new = (*nodes[:3], nodes.column, placed._ancestors_BR, placed._budget_BR)
-    for place, value in zip((*state, weight, path_prob), (*new, nodes.weight, nodes.path_prob), strict=True):
-        place.copy_(value)
-    rows.copy_(torch.stack(inputs))
-    pruned[:, depth] = placed.pruned_BD[:, depth]
-
-
 TWINS = {
     twin.__name__: twin
     for twin in (
@@ -305,7 +282,6 @@ TWINS = {
         _score_children,
         _keep_best,
         _place_static,
-        _place_budgeted,
         _gather_features,
     )
 } | dict.fromkeys(("_groups", "_bound", "_list"), _nothing)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -116,17 +115,6 @@ def constrain(
 # ---- trees
 
 
-@dataclass
-class Node:
-    """A tree node with the inputs of the growth rule."""
-
-    path: Path  # tokens below the root
-    parent: int  # row
-    weight: float
-    path_prob: float
-    slots: int
-
-
 Model = Callable[[Path], Sequence[float]]
 """Draft logits after a path of tokens below the root."""
 
@@ -151,42 +139,6 @@ def deal_best_first(slots: int, room: int, weights: Sequence[float], typical: Se
     return [sum(k == child for _, k in taken) for child in range(len(weights))]
 
 
-def grow(
-    model: Model,
-    deal: Callable[[Node, int, Sequence[float]], list[int]],
-    *,
-    num_nodes: int,
-    max_depth: int,
-    max_children: int,
-    min_prob: float = 0.0,
-    path_prob: float = 0.0,
-    temperature: float = 0.0,
-    cuts: tuple[int, float, float] = (0, 1.0, 0.0),
-    seed: int = 0,
-    root_index: int = 0,
-) -> list[Node]:
-    """Grow one tree node by node in breadth-first order. `deal` gets (node, levels left, child weights)."""
-    nodes = [Node(path=(), parent=-1, weight=1.0, path_prob=1.0, slots=num_nodes)]
-    row = 0
-    while row < len(nodes):
-        node, depth = nodes[row], len(nodes[row].path)
-        if node.slots > 0 and depth < max_depth and node.path_prob >= path_prob:
-            x = process(model(node.path), temperature, *cuts)
-            q = softmax(x)
-            if max(q) >= min_prob:
-                noise = [gumbel(seed, root_index + depth, t) if temperature > 0 else 0.0 for t in range(len(q))]
-                score = [math.log(p) + g if p > 0 else -math.inf for p, g in zip(q, noise, strict=True)]
-                tau = confidence_tau(temperature)
-                total = sum(math.exp(s / tau) for s in score)
-                best = sorted(range(len(q)), key=lambda t: -score[t])[:max_children]
-                weights = [math.exp(score[t] / tau) / total for t in best]
-                for t, w, s in zip(best, weights, deal(node, max_depth - depth, weights), strict=True):
-                    if s > 0:
-                        nodes.append(Node((*node.path, t), row, node.weight * w, node.path_prob * q[t], s - 1))
-        row += 1
-    return nodes
-
-
 def candidates(
     model: Model,
     *,
@@ -198,21 +150,25 @@ def candidates(
     seed: int,
     root_index: int,
     calibration: Sequence[tuple[float, float]],
+    cuts: tuple[int, float, float] = (0, 1.0, 0.0),
 ) -> dict[Path, float]:
     """Return every node that the thresholds allow, with its calibrated weight."""
     found: dict[Path, float] = {}
 
     def below(path: Path, weight: float, prob: float) -> None:
-        x = process(model(path), temperature, 0, 1.0, 0.0)
+        x = process(model(path), temperature, *cuts)
         q = softmax(x)
         if len(path) == max_depth or prob < path_prob or max(q) < min_prob:
             return
         noise = [gumbel(seed, root_index + len(path), t) if temperature > 0 else 0.0 for t in range(len(q))]
         tau = confidence_tau(temperature)
-        confidence = softmax([(math.log(p) + g) / tau for p, g in zip(q, noise, strict=True)])
+        score = [math.log(p) + g if p > 0 else -math.inf for p, g in zip(q, noise, strict=True)]
+        confidence = softmax([s / tau for s in score])
         a, b = calibration[min(len(path), len(calibration) - 1)]
         for t in sorted(range(len(q)), key=lambda t: -confidence[t])[:max_children]:
-            odds = (confidence[t] / (1 - confidence[t])) ** a * math.exp(b)
+            if not confidence[t]:
+                break
+            odds = (confidence[t] / max(1 - confidence[t], 1e-16)) ** a * math.exp(b)
             found[*path, t] = weight * odds / (1 + odds)
             below((*path, t), found[*path, t], prob * q[t])
 

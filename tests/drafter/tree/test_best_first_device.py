@@ -259,22 +259,32 @@ def weights(grown: GrownTrees, b: int) -> list[float]:
     return grown.trees.weight_N[begin:end].tolist()
 
 
+def limits_of(asks: Sequence[Ask], *, auto: Sequence[bool]) -> GrowLimits:
+    names = ("num_nodes", "max_depth", "min_prob", "path_prob", "rule")
+    return oracles.limits(*([getattr(ask, name) for ask in asks] for name in names), auto=list(auto))
+
+
+def assert_same_trees(at_once: GrownTrees, by_level: GrownTrees, count: int) -> None:
+    assert (at_once.num_levels, at_once.num_run) == (DEPTH, (DEPTH - 1) * count * NODES)
+    assert (at_once.pruned_BD == by_level.pruned_BD).all() and at_once.pruned_BD.dtype == np.int32
+    for b in range(count):
+        assert tree(at_once, b) == tree(by_level, b)
+        assert weights(at_once, b) == pytest.approx(weights(by_level, b), rel=1e-4, abs=1e-5)
+
+
 @pytest.fixture(scope="module")
 def bench() -> Bench:
     return Bench()
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.lists(ASK, min_size=1, max_size=5))
-def test_trees_equal_those_grown_level_by_level_with_enough_rows(bench, asks):
-    at_once, draft = bench.grown(asks), Draft(asks)
-    by_level = grown(draft)
-    for b, ask in enumerate(asks):
-        if draft.last_row_B[b] < ask.num_nodes:
-            assert tree(at_once, b) == tree(by_level, b)
-            assert weights(at_once, b) == pytest.approx(weights(by_level, b), rel=1e-4)
-        assert sum(weights(at_once, b)) >= sum(weights(by_level, b)) * 0.9999
+@pytest.mark.parametrize("is_auto", [True, False])
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(asks=st.lists(ASK, min_size=1, max_size=5))
+def test_trees_equal_those_grown_level_by_level(bench: Bench, is_auto: bool, asks: list[Ask]) -> None:
+    """Thresholds included: what they keep out of a tree without `auto` is counted at the same depths."""
+    options = {"limits": limits_of(asks, auto=[is_auto] * len(asks))}
+    assert_same_trees(bench.grown(asks, **options, expand=None), grown(Draft(asks), **options), len(asks))
 
 
 def told(model: int, path: Path) -> int:
@@ -335,22 +345,9 @@ PATHS: tuple[Path, ...] = (
 FIXED = TreeConfig(kind="static", num_speculative_tokens=NODES, max_depth=DEPTH, static_paths=PATHS)
 
 
-def limits_of(asks: Sequence[Ask], *, auto: Sequence[bool]) -> GrowLimits:
-    names = ("num_nodes", "max_depth", "min_prob", "path_prob", "rule")
-    return oracles.limits(*([getattr(ask, name) for ask in asks] for name in names), auto=list(auto))
-
-
 @pytest.fixture(scope="module")
 def fixed() -> Bench:
     return Bench(tree=FIXED)
-
-
-def assert_same_trees(at_once: GrownTrees, by_level: GrownTrees, count: int) -> None:
-    assert (at_once.num_levels, at_once.num_run) == (DEPTH, (DEPTH - 1) * count * NODES)
-    assert (at_once.pruned_BD == by_level.pruned_BD).all() and at_once.pruned_BD.dtype == np.int32
-    for b in range(count):
-        assert tree(at_once, b) == tree(by_level, b)
-        assert weights(at_once, b) == pytest.approx(weights(by_level, b), rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("is_auto", [False, True])
@@ -364,49 +361,25 @@ def test_static_trees_equal_those_grown_level_by_level(fixed: Bench, is_auto: bo
     assert_same_trees(at_once, by_level, len(asks))
 
 
-BUDGETED = TreeConfig(num_speculative_tokens=NODES, max_depth=DEPTH, max_children=CHILDREN)
-
-
-@pytest.fixture(scope="module")
-def budgeted() -> Bench:
-    return Bench(tree=BUDGETED)
-
-
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(asks=st.lists(ASK, min_size=1, max_size=5))
-def test_trees_with_budgets_equal_those_grown_level_by_level(budgeted: Bench, asks: list[Ask]) -> None:
-    """Thresholds included: what they keep out is counted at the same depths."""
-    options = {"policy": make_tree_policy(BUDGETED), "limits": limits_of(asks, auto=[False] * len(asks))}
-    by_level = grown(Draft(asks), **options)
-    at_once = budgeted.grown(asks, **options, expand=None)
-    assert_same_trees(at_once, by_level, len(asks))
-
-
-def test_a_higher_threshold_gives_a_subset_on_the_device_too(budgeted: Bench) -> None:
-    options = {"policy": make_tree_policy(BUDGETED), "limits": limits_of([Ask()], auto=[False])}
-    whole = set(oracles.paths_of(budgeted.grown([Ask()], **options).trees, 0))
+@pytest.mark.parametrize("name", ["min_prob", "path_prob"])
+def test_a_higher_threshold_gives_a_subset_on_the_device_too(bench: Bench, name: str) -> None:
+    whole = set(oracles.paths_of(bench.grown([Ask()], limits=limits_of([Ask()], auto=[False])).trees, 0))
     sizes = []
     for threshold in (0.05, 0.2, 0.5):
-        asks = [Ask(min_prob=threshold)]
-        got = budgeted.grown(asks, **options | {"limits": limits_of(asks, auto=[False])})
+        asks = [Ask(**{name: threshold})]
+        got = bench.grown(asks, limits=limits_of(asks, auto=[False]))
         assert set(oracles.paths_of(got.trees, 0)) <= whole
         assert len(got.trees.token_N) + int(got.pruned_BD.sum()) == len(whole)
         sizes.append(len(got.trees.token_N))
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
 
 
-@pytest.mark.parametrize(
-    ("auto", "traced"),
-    [([True, True], None), ([True, False], None), ([False, False], np.array([True, False]))],
-    ids=["auto", "auto for some", "traced"],
-)
-def test_other_requests_to_a_service_of_budgets_grow_level_by_level(
-    budgeted: Bench, auto: list[bool], traced: np.ndarray | None
-) -> None:
-    asks = [Ask(min_prob=0.2), Ask(model=1)]
-    options = {"policy": make_tree_policy(BUDGETED), "limits": limits_of(asks, auto=auto), "traced_B": traced}
-    got, expected = budgeted.grown(asks, **options), grown(Draft(asks), **options)
-    assert any(budgeted.draft.last_row_B) and tree(got, 1) == tree(expected, 1)
+def test_a_trace_without_auto_names_what_thresholds_keep_out(bench: Bench) -> None:
+    asks = [Ask(min_prob=0.3), Ask(model=1, path_prob=0.3)]
+    options: dict[str, Any] = {"limits": limits_of(asks, auto=[False, False]), "traced_B": np.array([True, True])}
+    at_once, by_level = bench.grown(asks, **options, expand=None).trace, grown(Draft(asks), **options).trace
+    assert torch.equal(at_once.token_T, by_level.token_T) and torch.equal(at_once.reason_T, by_level.reason_T)
+    assert at_once.reason_T.unique().numel() == 3
 
 
 def test_a_chain_is_a_static_tree_whatever_its_depth_limit_says() -> None:
@@ -490,7 +463,7 @@ def other(**changes: Any) -> GrowLimits:
         {"limits": other(rule_B=[Rule.COUPLED, Rule.TRAVERSAL])},
         {"logits_states": {1: Ask(constraints=Constraints(presence_penalty=1.0, logit_bias={3: 9.0})).logits_state}},
     ],
-    ids=["not auto", "sampled", "constrained"],
+    ids=["auto for some", "sampled", "constrained"],
 )
 def test_batches_not_all_best_first_grow_level_by_level(bench, options):
     asks = [Ask(), Ask(model=1)]
@@ -526,7 +499,7 @@ def test_buckets_end_where_the_computation_outweighs_the_launches(max_requests, 
     assert sizes == [n for n in (32, 16, 8, 4, 2, 1) if n <= most]
 
 
-@pytest.mark.parametrize("tree", [CONFIG.draft.tree, FIXED, BUDGETED], ids=["best-first", "static", "budgeted"])
+@pytest.mark.parametrize("tree", [CONFIG.draft.tree, FIXED], ids=["best-first", "static"])
 def test_growth_does_not_synchronize_with_the_host(tree: TreeConfig) -> None:
     """Meta tensors have no values: reading one, a shape that depends on one, or mixing in a tensor of the host, fails.
 
@@ -545,4 +518,4 @@ def test_growth_does_not_synchronize_with_the_host(tree: TreeConfig) -> None:
     config = replace(CONFIG, draft=replace(CONFIG.draft, tree=tree))
     tree_graphs = TreeGraphs(run, torch.clone, Plan, example_1V, vocab, kernels, config, is_captured=False)
     for (num_requests, *_), grow_all in tree_graphs._grow.items():
-        assert grow_all().shape == (num_requests, 5 * (1 + NODES) + (DEPTH if tree is BUDGETED else 0))
+        assert grow_all().shape == (num_requests, 5, 1 + NODES)

@@ -61,6 +61,7 @@ class Grower:
     vocab: DraftVocabulary = DraftVocabulary(target_size=V)
     frontiers: list[Frontier] = field(default_factory=list)
     path: dict[tuple[int, int], Path] = field(default_factory=dict)
+    pruned_BD: np.ndarray = field(init=False)
 
     def run(self) -> TreeBatch:
         asks = self.asks
@@ -82,6 +83,7 @@ class Grower:
         )
         assert grown.probs is None
         assert grown.pruned_BD.dtype == np.int32 and grown.trees.kind_N.dtype == torch.uint8
+        self.pruned_BD = grown.pruned_BD
         return grown.trees
 
     def expand(self, frontier: Frontier) -> torch.Tensor:
@@ -228,7 +230,7 @@ def test_a_budget_goes_to_the_largest_expected_values(seed, children, room, slot
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 0.8])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_dynamic_tree_is_what_the_rule_grows_node_by_node(seed, temperature):
+def test_a_dynamic_tree_is_the_best_one_without_what_is_below_failed_nodes(seed, temperature):
     rng = np.random.default_rng(seed)
     params = SamplingSettings(
         temperature=temperature, seed=int(rng.integers(2**63)), top_k=int(rng.choice([0, 9])),
@@ -238,17 +240,16 @@ def test_a_dynamic_tree_is_what_the_rule_grows_node_by_node(seed, temperature):
         num_nodes=int(rng.integers(1, 21)), max_depth=int(rng.integers(1, 5)), model=seed, params=params,
         min_prob=float(rng.choice([0, 0.2])), path_prob=float(rng.choice([0, 0.02])), index=int(rng.integers(1000)),
     )  # fmt: skip
-    batch = grown(ask, DynamicTreePolicy(3, 4, TYPICAL))
-    expected = oracles.grow(
-        lambda path: model_logits(seed, path).tolist(),
-        lambda node, room, weights: oracles.deal_best_first(node.slots, room, weights, TYPICAL),
-        num_nodes=ask.num_nodes, max_depth=ask.max_depth, max_children=3, min_prob=ask.min_prob,
-        path_prob=ask.path_prob, temperature=temperature, cuts=(params.top_k, params.top_p, params.min_p),
-        seed=params.seed, root_index=ask.index,
+    batch = grown(ask, DynamicTreePolicy(3, 4))
+    candidates = oracles.candidates(
+        lambda path: model_logits(seed, path).tolist(), max_depth=ask.max_depth, max_children=3, min_prob=0.0,
+        path_prob=0.0, temperature=temperature, seed=params.seed, root_index=ask.index, calibration=[(1.0, 0.0)],
+        cuts=(params.top_k, params.top_p, params.min_p),
     )  # fmt: skip
-    assert oracles.paths_of(batch) == [node.path for node in expected]
-    assert batch.parent_N.tolist() == [node.parent for node in expected]
-    assert batch.weight_N.tolist() == pytest.approx([node.weight for node in expected], rel=1e-4)
+    best = sorted(candidates, key=lambda path: -candidates[path])[: ask.num_nodes]
+    expected = {path: candidates[path] for path in oracles.without_descendants(best, functools.partial(passes, ask))}
+    got = dict(zip(oracles.paths_of(batch)[1:], batch.weight_N.tolist()[1:], strict=True))
+    assert got == {path: pytest.approx(weight, rel=1e-4) for path, weight in expected.items()}
     assert_well_formed(batch, [ask])
 
 
@@ -327,9 +328,8 @@ def test_an_empty_batch_grows_nothing():
     assert trees.offsets.tolist() == [0] and not grower.frontiers
 
 
-@pytest.mark.parametrize("policy", [DynamicTreePolicy(4, 8), StaticTreePolicy(RAGGED)], ids=["dynamic", "static"])
-def test_the_draft_model_runs_once_per_level_and_only_for_nodes_that_need_logits(policy):
-    asks = mixed_asks()
+def test_the_draft_model_runs_once_per_level_and_only_for_nodes_that_need_logits():
+    asks, policy = mixed_asks(), StaticTreePolicy(RAGGED)
     grower = Grower(asks, policy)
     batch = grower.run()
     assert [frontier.depth for frontier in grower.frontiers] == list(range(1, len(grower.frontiers) + 1))
@@ -358,6 +358,26 @@ def test_the_draft_model_runs_once_per_level_and_only_for_nodes_that_need_logits
                 assert top_probability(ask, grower.path[b, row]) < ask.min_prob
 
 
+def test_rows_of_displaced_nodes_are_used_again_and_masks_hold_the_path():
+    """As many rows as nodes are enough for every node that is run, however many are displaced."""
+    asks = [*mixed_asks(), Ask(num_nodes=5, max_depth=6, model=8)]
+    grower = Grower(asks, DynamicTreePolicy(4, 8))
+    grower.run()
+    rows_used, depth_of = [], {(b, 0): 0 for b in range(len(asks))}
+    mask_of = {(b, 0): 1 for b in range(len(asks))}
+    for depth, frontier in enumerate(grower.frontiers, 1):
+        order = list(zip(frontier.request_F.tolist(), frontier.row_F.tolist(), strict=True))
+        assert frontier.depth == depth and order == sorted(set(order))
+        parents = zip(order, frontier.parent_row_F.tolist(), frontier.ancestors_F.tolist(), strict=True)
+        for (b, row), parent, mask in parents:
+            assert 0 < row <= asks[b].num_nodes and depth_of[b, parent] == depth - 1
+            assert mask == mask_of[b, parent] | 1 << row
+        for (b, row), mask in zip(order, frontier.ancestors_F.tolist(), strict=True):
+            depth_of[b, row], mask_of[b, row] = depth, mask
+        rows_used += order
+    assert len(rows_used) > len(set(rows_used))
+
+
 # ---- thresholds
 
 
@@ -370,6 +390,10 @@ def probabilities(ask: Ask, path: Path) -> list[float]:
 
 def top_probability(ask: Ask, path: Path) -> float:
     return max(probabilities(ask, path))
+
+
+def passes(ask: Ask, path: Path) -> bool:
+    return top_probability(ask, path) >= ask.min_prob and path_probability(ask, path) >= ask.path_prob
 
 
 def path_probability(ask: Ask, path: Path) -> float:
@@ -432,9 +456,17 @@ def test_a_value_equal_to_its_threshold_is_kept():
     assert size(path_prob=1.0) == 2 and size(min_prob=1.0) == 0
 
 
-def test_the_path_test_is_made_before_the_forward_pass():
-    grower = Grower([Ask(num_nodes=14, max_depth=3, path_prob=1.0)], DynamicTreePolicy(3, 3))
+def test_the_path_test_of_a_static_tree_is_made_before_the_forward_pass():
+    grower = Grower([Ask(num_nodes=7, max_depth=3, path_prob=1.0)], StaticTreePolicy(RAGGED))
     assert len(grower.run().token_N) > 1 and not grower.frontiers
+
+
+def test_pruned_nodes_of_a_dynamic_tree_are_counted_at_their_depth():
+    whole = Grower([Ask(num_nodes=14, max_depth=3)], DynamicTreePolicy(2, 3))
+    pruned = Grower([Ask(num_nodes=14, max_depth=3, path_prob=1.0)], DynamicTreePolicy(2, 3))
+    whole.logits_of = pruned.logits_of = lambda model, path: np.zeros(V, dtype=np.float32)
+    assert len(whole.run().token_N) == 15 and whole.pruned_BD.tolist() == [[0, 0, 0]]
+    assert len(pruned.run().token_N) == 3 and pruned.pruned_BD.tolist() == [[0, 4, 8]]
 
 
 # ---- the noise

@@ -11,20 +11,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from drafter.tree import triton_rows
-from drafter.tree.best_first_device import (
-    Candidates,
-    GrowInputs,
-    NodeTensors,
-    RowParameters,
-    StaticOptions,
-    grow_on_device,
-)
-from drafter.tree.device_rows import device_shape
+from drafter.tree.best_first_device import GrowInputs, StaticOptions, grow_on_device
+from drafter.tree.device_rows import Candidates, NodeTensors, RowParameters, StaticRows, StaticShape
 from drafter.tree.frontier import DraftVocabulary
 from drafter.tree.tree_graphs import make_levels
 from drafter.tree.triton_growth import TritonLevels
-from workers.config import PruneConfig, TreeConfig
+from drafter.tree.triton_rows import TritonStaticRows
+from workers.config import TreeConfig
 from workers.kernels import fused, reference
 from workers.kernels.interpreted import is_interpreted
 
@@ -34,7 +27,7 @@ DEVICE = "cpu" if is_interpreted() else "cuda"
 DEPTH, CHILDREN, WIDTH = 3, 2, 5
 PLAIN = dict(
     token=3, position=20, has_noise=0, num_nodes=6, max_depth=DEPTH, min_prob=0, path_prob=0, temperature=1, top_k=0,
-    top_p=1, min_p=0, tau=0.6, repetition=1, frequency=0, presence=0,
+    top_p=1, min_p=0, tau=0.6, repetition=1, frequency=0, presence=0, is_auto=1,
 )  # fmt: skip
 NOISY = PLAIN | dict(has_noise=1, temperature=0.7)
 PADDING = dict.fromkeys(PLAIN, 0)
@@ -43,6 +36,9 @@ BATCHES = {
     "cold": [PLAIN | dict(temperature=0, tau=0.45)],
     "fewer nodes": [NOISY | dict(num_nodes=1), PLAIN | dict(num_nodes=4, max_depth=1), NOISY | dict(max_depth=2)],
     "thresholds": [PLAIN | dict(min_prob=0.35), NOISY | dict(path_prob=0.2), PLAIN | dict(min_prob=1.0)],
+    "thresholds without auto": [
+        PLAIN | dict(min_prob=0.35, is_auto=0), NOISY | dict(path_prob=0.2, is_auto=0), PLAIN | dict(min_prob=1.0)
+    ],
     "truncated": [
         NOISY | dict(top_k=4), PLAIN | dict(top_p=0.6), NOISY | dict(min_p=0.3), PLAIN | dict(temperature=0, top_k=1)
     ],
@@ -75,7 +71,6 @@ def grown(
     *,
     flat: bool = False,
     paths: tuple[tuple[int, ...], ...] = (),
-    auto: bool = True,
 ) -> NodeTensors:
     draw, size = torch.Generator().manual_seed(1), len(batch)
 
@@ -97,7 +92,6 @@ def grown(
         max_depth=DEPTH,
         max_children=CHILDREN,
         static_paths=paths,
-        prune=PruneConfig(auto=auto),
     )
     options = StaticOptions(
         tree=tree,
@@ -105,7 +99,7 @@ def grown(
         kernels=kernels,
         has_truncation=any(row["top_k"] or row["top_p"] not in (0, 1) or row["min_p"] for row in batch),
         has_penalties=any(row["repetition"] not in (0, 1) for row in batch),
-        shape=device_shape(tree, torch.device(DEVICE)),
+        shape=StaticShape(paths, torch.device(DEVICE)) if paths else None,
     )
     levels = make_levels(inputs, options)
     assert isinstance(levels, TritonLevels) is (kernels is fused)
@@ -145,66 +139,40 @@ def test_static_trees_are_those_of_the_torch_twin(name: str) -> None:
         assert torch.equal(got.parent[0], torch.tensor([0, 0, 0, 0, 1, 3, 4], device=DEVICE))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BATCHES)
-def test_trees_with_budgets_are_those_of_the_torch_twin(name: str) -> None:
-    for vocab in (vocabulary(9, is_reduced=True), vocabulary(11, is_reduced=False)):
-        got, expected = (grown(kernels, BATCHES[name], vocab, auto=False) for kernels in (fused, reference))
-        assert_same_trees(got, expected)
-
-
 CHAIN = TreeConfig(kind="chain", num_speculative_tokens=8)
 FORK = TreeConfig(kind="static", num_speculative_tokens=5, static_paths=((0,), (2,), (0, 1), (2, 0), (2, 0, 0)))
 WIDE = TreeConfig(
     kind="static", num_speculative_tokens=63, static_paths=(*((i,) for i in range(9)), *((8, i) for i in range(54)))
 )
-DYNAMIC = TreeConfig(max_depth=4, max_children=3)
 PLACED = {
     "a chain": CHAIN,
     "a chain of 63": replace(CHAIN, num_speculative_tokens=63),
     "one node": replace(CHAIN, num_speculative_tokens=1),
     "static": FORK,
     "wide": WIDE,
-    "budgets": DYNAMIC,
-    "one child": replace(DYNAMIC, num_speculative_tokens=5, max_children=1),
-    "a budget of one": replace(DYNAMIC, num_speculative_tokens=1),
-    "a power of two of rows": replace(DYNAMIC, num_speculative_tokens=7, max_children=4, max_depth=9),
-    "63 nodes": replace(DYNAMIC, num_speculative_tokens=63, max_children=8, max_depth=5),
 }
 
 
-def candidate_weights(kind: str, B: int, F: int, K: int, draw: torch.Generator) -> Tensor:
-    """Return weights [B, F, K] of the children of F nodes, in any order, a tenth of them 0."""
-    if kind == "random":
-        weight_BFK = torch.rand(B, F, K, generator=draw) ** 3
-    else:  # equal to one another, or times some typical survival: 0.13 = 0.62 * 0.2097
-        choices = torch.tensor([0.62, 0.13, 0.62**2, 1e-3, 1e-42] if kind == "ties" else [0.25])
-        weight_BFK = choices[torch.randint(len(choices), (B, F, K), generator=draw)]
-    return weight_BFK * (torch.rand(B, F, K, generator=draw) > 0.1)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["random", "ties", "equal"])
 @pytest.mark.parametrize("name", PLACED)
-def test_children_are_placed_exactly_where_the_torch_twin_places_them(name: str, weights: str) -> None:
+def test_children_are_placed_exactly_where_the_torch_twin_places_them(name: str) -> None:
     """Level by level, in all fields of all rows, whether they hold a node or not."""
     tree, draw = PLACED[name], torch.Generator().manual_seed(len(name))
     N, D, K = tree.num_speculative_tokens, tree.longest_path, tree.num_children
     asks = [(N, D), (1, D), (N, 1), (0, 0), (N // 2, 2), (max(N - 1, 1), max(D - 1, 1)), (N, D)]
-    shape = device_shape(tree, torch.device(DEVICE))
-    assert shape is not None
+    shape = StaticShape(tree.paths, torch.device(DEVICE))
     for batch in (asks, asks[:1]):
         B = len(batch)
         rows = [PLAIN | dict(token=5 + b, position=9 * b, num_nodes=n, max_depth=d) for b, (n, d) in enumerate(batch)]
         rows = [row if row["num_nodes"] else PADDING for row in rows]
         table = torch.tensor([list(row.values()) for row in rows], dtype=torch.float64, device=DEVICE)
-        got, expected = triton_rows.start(shape, table), shape.start(RowParameters(*table.unbind(1)))
+        got, expected = TritonStaticRows(shape, table), StaticRows(shape, RowParameters(*table.unbind(1)))
         for depth in range(D):
             first, F = (0, 1) if depth == 0 else (1, N)
             is_open_BF = expected.nodes.depth[:, first : first + F].cpu() == depth
             is_open_BF &= expected.nodes.weight[:, first : first + F].cpu() > 0
             is_open_BF &= (depth < table[:, 4:5].cpu()) & (torch.rand(B, F, generator=draw) > 0.2 * (depth > 0))
-            weight_BFK = candidate_weights(weights, B, F, K, draw) * is_open_BF[:, :, None]
+            weight_BFK = torch.rand(B, F, K, generator=draw) * is_open_BF[:, :, None]
             candidates = Candidates(
                 token=torch.randint(900, (B, F * K), generator=draw).to(DEVICE),
                 weight=weight_BFK.flatten(1).to(DEVICE),
@@ -216,8 +184,6 @@ def test_children_are_placed_exactly_where_the_torch_twin_places_them(name: str,
                 assert torch.equal(getattr(inputs, field), getattr(twin_inputs, field)), (depth, field)
             for field in got.nodes._fields:
                 assert torch.equal(getattr(got.nodes, field), getattr(expected.nodes, field)), (depth, field)
-        assert (got.pruned_BD is None) is (expected.pruned_BD is None) is bool(tree.paths)
-        assert got.pruned_BD is None or torch.equal(got.pruned_BD, expected.pruned_BD)
         assert (expected.nodes.weight > 0).sum() > B, "nodes were placed"
 
 
