@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,18 @@ def pytest_ignore_collect(collection_path, config):
     if config.getoption("--quick") and collection_path.suffix == ".py" and starts_an_engine(collection_path):
         return True
     return None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def processes_that_start_warm(request):
+    """Fork engines and tokenizers from processes that have imported torch and transformers once."""
+    if sys.platform != "linux" or not any("engine" in marks(item) and "gpu" not in marks(item) for item in request.session.items):
+        yield
+        return
+    from tests.support.warm_starts import warm_starts
+
+    with warm_starts():
+        yield
 
 
 def marks(item):
