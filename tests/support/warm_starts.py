@@ -34,7 +34,7 @@ _FORK_TIMEOUT_S = 120.0  # with the imports, on a busy machine
 _MAX_BYTES = 1 << 18
 _CHILD_SIGNALS = {signal.SIGCHLD}
 _READ_BY_IMPORTS = ("CUDA", "GLIBC", "HF_", "HOME", "LD_", "MALLOC", "MKL", "OMP", "OPENBLAS", "PYTHON", "THP", "TOKEN")
-_READ_BY_IMPORTS += ("TORCH", "TRANSFORMERS", "TRITON", "XDG")
+_READ_BY_IMPORTS += ("TRANSFORMERS", "TRITON", "XDG")
 """Beginnings of the environment's variables that the imported modules or the C library read."""
 _RANKS, _TOKENIZERS = "cluster.system.fork_server", "cluster.text.tokenizer_worker"
 
@@ -160,6 +160,7 @@ def _import_for(module: str) -> None:
             importlib.import_module(name)
         sys.modules.pop(_RANKS)
     else:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # hidden, as in the module itself
         import msgpack  # noqa: F401
 
         import workers.sampling.grammar  # noqa: F401
