@@ -61,7 +61,9 @@ def pytest_ignore_collect(collection_path, config):
 @pytest.fixture(scope="session", autouse=True)
 def processes_that_start_warm(request):
     """Fork engines and tokenizers from processes that have imported torch and transformers once."""
-    if sys.platform != "linux" or not any("engine" in marks(item) and "gpu" not in marks(item) for item in request.session.items):
+    if sys.platform != "linux" or not any(
+        "engine" in marks(item) and "gpu" not in marks(item) for item in request.session.items
+    ):
         yield
         return
     from tests.support.warm_starts import warm_starts

@@ -47,7 +47,9 @@ def test_replayed_steps_equal_eager_steps(tmp_path: Path, name: str) -> None:
     spec = read_spec(path)
     assert isinstance(spec, TransformersSpec)
     draft = DraftConfig(method="ngram", model_path="", tree=TreeConfig(kind="chain", num_speculative_tokens=8))
-    config = EngineConfig(model_path=str(path), device="cuda", max_num_seqs=2, max_model_len=128, draft=draft)
+    config = EngineConfig(
+        model_path=str(path), device="cuda", max_num_seqs=2, max_model_len=128, max_num_batched_tokens=24, draft=draft
+    )
     with simulated_cuda() as cuda:
         device = torch.device("cuda", 0)
         dtype = torch.bfloat16 if spec.has_experts else torch.float32

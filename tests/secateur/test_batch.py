@@ -490,7 +490,7 @@ from pathlib import Path
 
 size, folder = int(sys.argv[1]), Path(sys.argv[2])
 with (folder / "in.jsonl").open("w") as file:
-    for number in range(50_000):
+    for number in range(5_000):
         body = {"prompt": "x" * size, "seed": number}
         line = {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions", "body": body}
         file.write(json.dumps(line) + "\\n")
@@ -513,16 +513,16 @@ print(summary.succeeded, peak() - before)
 
 
 @pytest.mark.slow
-def test_fifty_thousand_lines_take_the_same_memory_whatever_their_size(tmp_path):
+def test_lines_take_the_same_memory_whatever_their_size(tmp_path):
     """About 300 bytes a line for ids and digests, and as much again for the order."""
-    size = 2000
+    size = 10_000
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, str(size), str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     succeeded, megabytes = map(int, done.stdout.split())
-    assert succeeded == 50_000
-    assert megabytes < 50 < (tmp_path / "out.jsonl").stat().st_size / 1e6
+    assert succeeded == 5_000
+    assert megabytes < 10 < (tmp_path / "out.jsonl").stat().st_size / 1e6
 
 
 async def test_lines_go_to_the_least_busy_of_several_services(source, output, monkeypatch):

@@ -38,14 +38,16 @@ def _attend(
     stored = kv.view(torch.uint8) if kv.element_size() == 1 else kv  # torch indexes no 8-bit floats on a CPU
     kv_slots = stored[torch.where(is_read, pages * PAGE + slot % PAGE, 0)]
     keys, values = kv_slots.view(kv.dtype).to(q.dtype).unbind(2)
-    values = torch.where(is_read[:, :, None, None], values.float(), 0).repeat_interleave(GROUP, dim=2)
-    score = torch.einsum("nhd,nshd->nhs", q.float(), keys.float().repeat_interleave(GROUP, dim=2)) * scale
+    values = torch.where(is_read[:, :, None, None], values.float(), 0)
+    grouped = q.float().unflatten(1, (KV_HEADS, GROUP))
+    score = torch.einsum("nkgd,nskd->nkgs", grouped, keys.float()).flatten(1, 2) * scale
     score = softcap * (score / softcap).tanh() if HAS_SOFTCAP else score
     score = score.masked_fill(~(is_seen & is_read)[:, None], -torch.inf)
     if HAS_SINKS:
         score = torch.cat([score, sink.float()[:, None].expand(num_rows, -1, -1)], dim=-1)
         values = torch.cat([values, torch.zeros_like(values[:, :1])], dim=1)
-    attended = torch.einsum("nhs,nshd->nhd", score.softmax(-1).nan_to_num(0), values)
+    weights = score.softmax(-1).nan_to_num(0).unflatten(1, (KV_HEADS, GROUP))
+    attended = torch.einsum("nkgs,nskd->nkgd", weights, values).flatten(1, 2)
     if not IS_SPLIT:
         out.copy_(attended)
         return
