@@ -181,7 +181,9 @@ def assert_law(texts: dict[str, dict[int, Path]], kinds: dict[str, Kind]) -> Non
             assert p > LEAST_P, f"the first {length} tokens of {kind}: p = {p:.1e}"
 
 
-@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize(
+    "service", [pytest.param(name, marks=pytest.mark.full if name == "recursive, chain" else []) for name in SERVICES]
+)
 def test_whole_texts_of_sampled_drafts_follow_the_targets_law(service):
     with crowd(SERVICES[service]) as engine:
         texts = engine.texts(SAMPLED_KINDS | FEW)

@@ -391,7 +391,7 @@ def test_a_steps_tokens_are_sent_while_the_next_step_is_computed(
         ("eagle3", CHAIN, {"kernels": "torch"}),
         ("ngram", CHAIN, {}),
         ("eagle3", AUTO, {"kv_cache_dtype": "fp8"}),
-        ("draft_model", DYNAMIC, {"kv_cache_dtype": "fp8", "kernels": "torch"}),
+        pytest.param("draft_model", DYNAMIC, {"kv_cache_dtype": "fp8", "kernels": "torch"}, marks=pytest.mark.full),
     ],
     ids=["eagle3", "draft-model-auto", "draft-model-eager", "torch-kernels", "ngram", "fp8-kv", "fp8-kv-torch-kernels"],
 )

@@ -102,7 +102,11 @@ def state_of(request: Request) -> dict[str, Any]:
     return {name: deepcopy(getattr(request, name)) for name in names}
 
 
-@pytest.mark.parametrize("language", [Counting(8), RandomLanguage(vocab=8, error=0.3)], ids=["repeats", "random"])
+@pytest.mark.parametrize(
+    "language",
+    [Counting(8), pytest.param(RandomLanguage(vocab=8, error=0.3), marks=pytest.mark.slow)],
+    ids=["repeats", "random"],
+)
 def test_no_collaborator_of_the_engine_changes_a_request_while_it_serves(language, monkeypatch):
     """Requests join with shared prefixes, are drafted for, get lookup drafts, are preempted, aborted and finished."""
     costs = SimulatedCosts(step_ms=10, row_ms=0.01, draft_ms=1.0)

@@ -180,7 +180,7 @@ def test_the_service_outlives_its_proxy_listens_on_loopback_alone_and_ends_in_or
 @pytest.mark.serve
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("process", ["gcs_server", "raylet"])
+@pytest.mark.parametrize("process", [pytest.param("gcs_server", marks=pytest.mark.full), "raylet"])
 def test_the_end_of_its_ray_is_told_at_once(short: Path, process: str) -> None:
     with serving(short) as one:
         ready(one)

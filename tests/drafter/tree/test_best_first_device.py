@@ -279,7 +279,7 @@ def bench() -> Bench:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_auto", [True, False])
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(asks=st.lists(ASK, min_size=1, max_size=5))
 def test_trees_equal_those_grown_level_by_level(bench: Bench, is_auto: bool, asks: list[Ask]) -> None:
     """Thresholds included: what they keep out of a tree without `auto` is counted at the same depths."""
@@ -351,7 +351,7 @@ def fixed() -> Bench:
 
 
 @pytest.mark.parametrize("is_auto", [False, True])
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(asks=st.lists(ASK, min_size=1, max_size=5))
 def test_static_trees_equal_those_grown_level_by_level(fixed: Bench, is_auto: bool, asks: list[Ask]) -> None:
     asks = [replace(ask, min_prob=0.0, path_prob=0.0) for ask in asks]

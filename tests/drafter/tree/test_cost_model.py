@@ -453,7 +453,7 @@ PLAIN = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(PLAIN, st.integers(0, 10**6), st.integers(1, 24), st.integers(1, 4))
 def test_the_nodes_worth_running_are_those_of_the_plain_rule(plain, seed, num_nodes, every):
     rng = np.random.default_rng(seed)

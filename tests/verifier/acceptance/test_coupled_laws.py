@@ -370,7 +370,7 @@ def generate(
     "params",
     [
         SamplingSettings(temperature=0.0),
-        SamplingSettings(temperature=1.0, seed=2**64 - 9),
+        pytest.param(SamplingSettings(temperature=1.0, seed=2**64 - 9), marks=pytest.mark.slow),
         pytest.param(SamplingSettings(temperature=0.7, top_p=0.9, seed=3), marks=pytest.mark.slow),
         pytest.param(SamplingSettings(temperature=1.3, top_k=4, min_p=0.05, seed=4), marks=pytest.mark.slow),
     ],

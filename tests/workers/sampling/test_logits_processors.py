@@ -186,7 +186,7 @@ def layout(requests: list[Asked], seed: int) -> tuple[np.ndarray, list[Constrain
     return logits_RV, rows, dict(zip(numbers, wanted, strict=True))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(ASKED, min_size=1, max_size=3), st.integers(0, 2**32 - 1))
 def test_every_row_is_edited_by_the_plain_rule_for_its_own_path(requests, seed):
     logits_RV, rows, asked_of = layout(requests, seed)
@@ -202,7 +202,7 @@ def test_every_row_is_edited_by_the_plain_rule_for_its_own_path(requests, seed):
         assert got_RV[r].isfinite().any()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=75, deadline=None, derandomize=True)
 @given(
     st.lists(ASKED, min_size=1, max_size=3),
     st.lists(st.integers(1, V - 1), max_size=3, unique=True),
@@ -216,7 +216,7 @@ def test_joined_shards_equal_the_whole_row(requests, cuts, seed):
     assert torch.equal(torch.cat(shards, 1), constrain(whole_RV, rows, WHOLE))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=75, deadline=None, derandomize=True)
 @given(st.lists(ASKED, min_size=1, max_size=3), st.permutations(range(V)), st.integers(1, V), st.integers(0, 2**32 - 1))
 def test_a_reduced_vocabulary_is_edited_as_if_there_were_no_other_tokens(requests, order, width, seed):
     logits_RV, rows, asked_of = layout(requests, seed)

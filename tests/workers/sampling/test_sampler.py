@@ -41,7 +41,7 @@ def law(params: SamplingSettings, logits: list[float]) -> list[float]:
     return row.double().softmax(-1).tolist()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     st.lists(PARAMS, min_size=1, max_size=4),
     st.integers(0, 2**32 - 1),
@@ -116,7 +116,7 @@ def test_a_row_draws_the_same_token_alone_and_in_a_batch(params, seed):
     assert together == alone
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.lists(PARAMS, min_size=1, max_size=4),
     st.lists(st.integers(1, 52), max_size=4, unique=True),
