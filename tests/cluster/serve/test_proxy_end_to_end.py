@@ -111,6 +111,7 @@ def test_clients_get_our_errors_from_start_to_end() -> None:
                     now = httpx2.get(url + path, timeout=30, **NO_PROXY)
                     if now.status_code != 200:  # Serve has not heard yet
                         while_draining.append(refusal(now))
+            process.send_signal(signal.SIGTERM)  # again, which ends no answer
             payloads = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         assert while_draining and set(while_draining) == {"the service is draining or has ended; try again later"}
         assert payloads[-1] == "[DONE]"

@@ -20,9 +20,14 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from secateur import Client
+from secateur.config import EngineArgs
 from secateur.errors import APIError
+from tests.chaos.faults import FAULTS, Fault
+from tests.chaos.run import Chaos, upgrade
 
 PROMPT = "def read_lines(path):\n    with open(path) as"
+STRUCK = ("drafter-hangs", "controller")
+"""Those of `make chaos`'s faults that strike here. The other tests have some of the rest."""
 GREEDY = {"max_tokens": 32, "temperature": 0, "ignore_eos": True}
 
 
@@ -253,7 +258,7 @@ def test_our_clients_see_only_a_pause_when_the_proxy_and_the_replica_are_killed(
 
 @pytest.mark.parametrize(("lost", "number"), [(1, signal.SIGSTOP), (0, signal.SIGKILL)], ids=["hung", "killed"])
 def test_clients_see_only_a_pause_when_a_verifier_is_lost(url: str, lost: int, number: signal.Signals) -> None:
-    """Last in this file, because it replaces the engine. Of nine requests eight run and one waits."""
+    """Of nine requests eight run and one waits."""
     ranks, before = topology(url), replica(url)
     bodies = [
         {"prompt": PROMPT, "max_tokens": 1000, "temperature": 0.8 * (seed % 2), "seed": seed, "ignore_eos": True}
@@ -287,3 +292,30 @@ def test_clients_see_only_a_pause_when_a_verifier_is_lost(url: str, lost: int, n
     assert {entry["pid"] for entry in topology(url)}.isdisjoint({entry.get("pid") for entry in ranks})
     with Client(url) as client:
         assert client.complete(PROMPT, **GREEDY).usage.completion_tokens == 32
+
+
+# The bounded part of `make chaos`: every token comes, once, when a process of the service is lost or hangs
+
+
+@pytest.fixture(scope="module")
+def chaos(url: str) -> Chaos:
+    found = Chaos(url, num_streams=8, max_tokens=150)
+    asyncio.run(found.learn())
+    return found
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(each, id=each.name, marks=() if each.name in STRUCK else pytest.mark.full) for each in FAULTS],
+)
+def test_no_request_fails_and_no_token_is_wrong_repeated_or_missing(chaos: Chaos, fault: Fault) -> None:
+    done = asyncio.run(chaos.strike(fault))
+    assert done.problems == []
+    assert done.num_running > 0 and done.pauses_s, "a fault after the last token proves nothing"
+
+
+@pytest.mark.timeout(900)
+def test_no_request_fails_while_replicas_are_replaced_by_two_and_these_by_one(url: str, args: EngineArgs) -> None:
+    ends = asyncio.run(upgrade(url, args, num_requests=60, concurrency=6))
+    assert ends.keys() == {"done"} and ends["done"] >= 60
