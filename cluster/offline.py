@@ -16,9 +16,9 @@ from cluster.engine.local_engine import LocalEngine
 from cluster.errors import BadRequest, HttpError
 from cluster.http.service import RequestHead, Service
 from cluster.local_service import build_service
+from cluster.openai.deltas import GenerationFailed
 from cluster.openai.openai_format import prompt_logprobs, token_logprobs, total_stats
-from cluster.openai.output_processor import Generation, GenerationFailed
-from cluster.openai.streaming import merge
+from cluster.openai.output_processor import Generation
 from cluster.text.tokenizer_pool import TokenizerPool
 from secateur.config import EngineArgs
 from secateur.errors import BadRequestError, ConfigError, Problem, ServerError, ServiceUnavailableError
@@ -95,16 +95,14 @@ class OfflineEngine:
         slots = asyncio.Semaphore(_CHOICES_PER_SEQUENCE * self._config.max_num_seqs)
         prepared = [await self._prepare(body) for body in bodies]
 
-        async def generate(body: Body, generations: Sequence[Generation]) -> RequestOutput:
-            async with slots:
-                streams = [own.stream(self._service.engine, self._service.metrics) for own in generations]
-                async with aclosing(merge(streams)) as deltas:
-                    async for _ in deltas:
-                        pass
+        async def generate(body: Body, generations: Sequence[Generation], head: RequestHead) -> RequestOutput:
+            async with slots, aclosing(self._service.deltas(generations, head)) as deltas:
+                async for _ in deltas:
+                    pass
             bar.update()
-            return self._output(body, generations)
+            return self._output(body, generations, head.request_id)
 
-        tasks = [asyncio.create_task(generate(*own)) for own in zip(bodies, prepared, strict=True)]
+        tasks = [asyncio.create_task(generate(body, *own)) for body, own in zip(bodies, prepared, strict=True)]
         try:
             return list(await asyncio.gather(*tasks))
         except BadRequest as error:  # an output that cannot follow its grammar
@@ -116,32 +114,30 @@ class OfflineEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _prepare(self, body: Body) -> list[Generation]:
+    async def _prepare(self, body: Body) -> tuple[list[Generation], RequestHead]:
         """Check and tokenize a request, before any of them runs."""
-        self._num_requests += 1
         service = self._service
+        head = RequestHead(request_id=body.request_id or str(self._num_requests), arrival=0.0)
+        self._num_requests += 1
         try:
-            if isinstance(body, CompletionRequest):
-                body = service.accept(body, num_prompts=len(body.prompts))
-                prompts = await service.tokenize_prompts(body)
-            else:
-                body = service.accept(body)
-                prompts = [await service.tokenize_chat(body, add_special_tokens=body.add_special_tokens)]
-            head = RequestHead(request_id=str(self._num_requests - 1), arrival=0.0)
-            generations = await service.prepare(body, prompts, head)
+            body = service.accept(body)
+            with service.ticket(body, len(body.prompts) if isinstance(body, CompletionRequest) else 1) as ids:
+                if isinstance(body, CompletionRequest):
+                    prompts = await service.tokenize_prompts(body)
+                else:
+                    prompts = [await service.tokenize_chat(body, add_special_tokens=body.add_special_tokens)]
+                return await service.prepare(body, prompts, head, ids), head
         except BadRequest as error:
             raise ConfigError(Problem(error.param or "", str(error))) from None
         except HttpError as error:
             if error.status == 503:
                 raise ServiceUnavailableError(error.body.error.message) from None
             raise ConfigError(Problem(error.body.error.param or "", error.body.error.message)) from None
-        service.engine.release(generation.submit.id for generation in generations)
-        return generations
 
-    def _output(self, body: Body, generations: Sequence[Generation]) -> RequestOutput:
+    def _output(self, body: Body, generations: Sequence[Generation], request_id: str) -> RequestOutput:
         first = generations[0]
         return RequestOutput(
-            request_id=first.request_id,
+            request_id=request_id,
             prompt=body.prompt if isinstance(body, CompletionRequest) and isinstance(body.prompt, str) else None,
             prompt_token_ids=list(first.submit.prompt),
             prompt_logprobs=None

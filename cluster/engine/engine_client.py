@@ -12,7 +12,8 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -68,8 +69,9 @@ class _Pending:
     """A submitted request, and what it has been sent."""
 
     submit: Submit
-    # Unbounded, but prompt and max_tokens bound what can be in it.
-    queue: asyncio.Queue[TokenChunk | EngineDead] = field(default_factory=asyncio.Queue)
+    # Of all requests that were submitted together. Unbounded, but their prompts and max_tokens bound what is in it.
+    queue: asyncio.Queue[TokenChunk | EngineDead]
+    running: set[int]  # ids of those of them whose last chunk has not been read
     output: list[int] = field(default_factory=list)
     num_prompt_logprobs: int = 0
     stats: RequestStats = field(default_factory=RequestStats)
@@ -165,13 +167,18 @@ class EngineClient:
         """Return an id for the next Submit, unique on this socket."""
         return next(self._ids)
 
-    def reserve(self, ids: Iterable[int]) -> None:
-        """Count requests as pending that are about to be submitted, so that no others are admitted in their place."""
-        self._reserved.update(ids)
+    @contextmanager
+    def places(self, num: int) -> Iterator[list[int]]:
+        """Yield ids for `num` Submits, which count as pending from now on: no others are admitted in their place.
 
-    def release(self, ids: Iterable[int]) -> None:
-        """Undo `reserve` for requests that will not be submitted; it does nothing for those that were."""
-        self._reserved.difference_update(ids)
+        At the end of the context, those that have not been submitted no longer count.
+        """
+        ids = [self.new_id() for _ in range(num)]
+        self._reserved.update(ids)
+        try:
+            yield ids
+        finally:
+            self._reserved.difference_update(ids)
 
     @property
     def num_pending(self) -> int:
@@ -187,29 +194,40 @@ class EngineClient:
         """Why the engine is dead; None if it is alive."""
         return self._death
 
-    async def submit(self, request: Submit) -> AsyncGenerator[TokenChunk]:
-        """Yield the request's chunks, one per engine step, until one has a finish_reason.
+    async def submit(self, *requests: Submit) -> AsyncGenerator[TokenChunk]:
+        """Yield the chunks of these requests, one for each and engine step, until each had one with a finish_reason.
 
-        Closing the iterator early, or cancelling its task, aborts the request in the engine. Raises EngineDead if the
-        engine is dead or dies and is not replaced; a finish_reason "error" concerns this request alone.
+        Closing the iterator early, or cancelling its task, aborts all of them in the engine, `abort` one alone. Raises
+        EngineDead if the engine is dead or dies and is not replaced; a finish_reason "error" concerns one request
+        alone.
         """
-        self._reserved.discard(request.id)
+        running = {request.id for request in requests}
+        ids = tuple(running)
+        self._reserved.difference_update(ids)
         if self._death is not None or (self._writer is None and self._interruption is None):
             raise EngineDead(self._death or "the engine is not connected yet")
-        pending = self._pending[request.id] = _Pending(submit=request)
+        queue: asyncio.Queue[TokenChunk | EngineDead] = asyncio.Queue()
         try:
-            if self._interruption is None:
-                self._send(pending.next_submit())
-            while True:
-                chunk = await pending.queue.get()
+            for request in requests:
+                pending = self._pending[request.id] = _Pending(submit=request, queue=queue, running=running)
+                if self._interruption is None:
+                    self._send(pending.next_submit())
+            while running:
+                chunk = await queue.get()
                 if isinstance(chunk, EngineDead):
                     raise chunk
-                yield chunk
                 if chunk.finish_reason is not None:
-                    return
+                    running.discard(chunk.id)
+                yield chunk
         finally:
-            if self._pending.pop(request.id, None) is not None:
-                self._send(Abort(id=request.id))
+            for id in ids:
+                self.abort(id)
+
+    def abort(self, id: int) -> None:
+        """End a request that is not finished. Call it while `submit` yields; what has come already is still yielded."""
+        if (pending := self._pending.pop(id, None)) is not None:
+            pending.running.discard(id)
+            self._send(Abort(id=id))
 
     def health(self) -> Health:
         """Check that frames keep arriving from the engine."""

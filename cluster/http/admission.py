@@ -5,16 +5,19 @@ requests wait for KV pages, as many as run. With all places taken and q requests
 when q + 1 others have ended, and one ends every `service_s / places` seconds (`service_s`: how long a request has been
 in the batch, on average). Nothing is estimated before the first request has ended.
 
-A refusal costs next to nothing: `refusal` is also asked before a body is read, see `middleware`. Where priorities
-decide, an urgent request counts only those before it, or a flood of others would keep it out. All priorities together
-may then hold twice as many.
+A request is admitted once, when its body is valid. Its ticket holds its places in the queue while it is tokenized. A
+refusal costs next to nothing: `refusal` is also asked before a body is read, see `middleware`.
+
+Where priorities decide, an urgent request counts only those before it, or a flood of others would keep it out. All
+priorities together may then hold twice as many.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from cluster.engine.engine_client import EngineClient
@@ -50,6 +53,18 @@ class Admission:
         self._tokenizer_pool = tokenizer_pool
         self._max_num_seqs = max_num_seqs
         self.max_pending = max_pending or PENDING_PER_PLACE * max_num_seqs
+
+    @contextmanager
+    def ticket(
+        self, num_prompts: int, choices_each: int = 1, *, priority: int = 0, wait_s: float | None = None
+    ) -> Iterator[list[int]]:
+        """Admit a request as `admit` does, and hold its places in the queue until it is submitted, or the context ends.
+
+        Yields the ids of its Submits.
+        """
+        self.admit(num_prompts, choices_each, priority=priority, wait_s=wait_s)
+        with self._engine.places(num_prompts * choices_each) as ids:
+            yield ids
 
     def admit(self, num_prompts: int, choices_each: int = 1, *, priority: int = 0, wait_s: float | None = None) -> None:
         """Raise HttpError if a request may not join, and BadRequest if it could never. `wait_s`: as for `refusal`."""

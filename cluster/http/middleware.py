@@ -28,8 +28,8 @@ from cluster.http.in_process import IN_PROCESS
 from cluster.http.limits import HttpLimits
 from cluster.http.paths import ADMITTED, PathMiddleware
 from cluster.observe.rate_limits import Callers
+from cluster.openai.deltas import GenerationFailed
 from cluster.openai.failures import to_http_error
-from cluster.openai.output_processor import GenerationFailed
 from cluster.text.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
 from secateur.errors import Problem
 from secateur.jsonl import MAX_LEVELS, is_nested

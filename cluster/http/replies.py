@@ -1,4 +1,4 @@
-"""Builds what all routes share: the JSON of a model, the header of ignored fields, and the owner of a request."""
+"""Builds what all routes share: the JSON of a model and the header of ignored fields."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from cluster.observe.rate_limits import Caller
 from secateur.responses import IGNORED_HEADER
 
 logger = logging.getLogger(__name__)
-
-
-def caller_of(request: Request) -> Caller | None:
-    """Return whose API key the request came with; None if the service needs no keys."""
-    return getattr(request.state, "caller", None)
 
 
 def ignored_header(request: Request, ignored: Sequence[str]) -> dict[str, str]:

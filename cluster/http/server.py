@@ -5,13 +5,16 @@ The walk of a generation request, from the HTTP body to the engine and back to t
 1. `limits.LimitedProtocol` (uvicorn's protocol) bounds the size and the arrival time of the HTTP request.
 2. `middleware` assigns the request id, checks the API key, and refuses what the full queue will not take anyway;
    FastAPI validates the body into a request model.
-3. The route calls `Service.accept`: model name, unsupported parameters, the model's sampling defaults, `admission`.
+3. The route calls `Service.accept`: model name, unsupported parameters, the model's sampling defaults; and
+   `Service.ticket`, which admits the request and holds its places in the queue (`admission`).
 4. `Service.tokenize_*` renders and tokenizes the prompt in a worker process (`tokenizer_pool`).
 5. `Service.prepare` has its grammar compiled there, too, and builds one `Submit` per choice (`request_params`), with
    limits and seed, and its `Generation`.
-6. `Generation.stream` hands the `Submit` to `EngineClient.submit`, which sends it to rank 0 and yields `TokenChunk`s.
-7. `Generation.process` turns each chunk into a `TextDelta`: detokenizer, stop strings, log probabilities.
-8. `routes.completions.generate` writes the deltas as server-sent events, or the finished generations as one response
+6. `deltas_of` hands all of them to `EngineClient.submit`, which sends them to rank 0 and yields `TokenChunk`s. An
+   `AnswerRecord` keeps the times and tokens of each answer, for metrics, traces and the limits of API keys.
+7. `Generation.process` turns each chunk into a `TextDelta`: detokenizer, stop strings, log probabilities. `Replay`
+   marks the deltas that the client of a resumed stream has.
+8. `events_of` writes the deltas as server-sent events, or the route the finished generations as one response
    (`openai_format`).
 
 `streaming.cancel_on_disconnect` cancels the route if the client disconnects before step 8, `EventStream` closes the

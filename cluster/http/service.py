@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,11 +19,14 @@ from cluster.http import middleware
 from cluster.http.admission import Admission
 from cluster.http.api_keys import ApiKeys
 from cluster.observe import metrics
-from cluster.observe.tracing import Tracing
-from cluster.openai.output_processor import Generation
+from cluster.observe.answer_record import AnswerRecord
+from cluster.observe.rate_limits import Caller
+from cluster.observe.tracing import Trace, Tracing
+from cluster.openai.deltas import deltas_of
+from cluster.openai.output_processor import Generation, TextDelta
 from cluster.openai.request_params import RequestLimits, SeedSource, build_submits
 from cluster.openai.responses_api import ResponseStore
-from cluster.openai.resumption import EventId, Replay, digest_of, read_event_id
+from cluster.openai.resumption import EventId, digest_of, read_event_id
 from cluster.text.answer_reader import AnswerReaders
 from cluster.text.tokenizer import TextLimit, Tokenizer, text_size
 from cluster.text.tokenizer_pool import TokenizerPool
@@ -60,14 +64,18 @@ class RequestHead:
     """Holds what a generation request brings beside its body."""
 
     request_id: str
+    """Its answers' name in the log and in traces: the body's, that of the stream which goes on, or the header's."""
     arrival: float
     """time.perf_counter() at its arrival."""
     idempotency_key: str | None = None
     """Requests with the same key and without a seed get the same seed."""
     digest: str = ""
-    """Of a stream's request, see `resumption.digest_of`."""
+    """Of a request whose stream may go on later, see `resumption.digest_of`."""
     resumed: EventId | None = None
     """Where the stream goes on; None = it is new."""
+    caller: Caller | None = None
+    """Whose API key it has; None = the service needs no keys."""
+    trace: Trace | None = None
 
     def wait_s(self, body: SamplingRequest) -> float | None:
         """Return how much longer the answer's first token may take; None = as long as it takes."""
@@ -211,8 +219,8 @@ class Service:
             message = f"the model {name!r} does not exist; this service has {' and '.join(map(repr, self.model_ids))}"
             raise not_found(message, code="model_not_found", param="model")
 
-    def accept(self, body: Body, *, num_prompts: int = 1) -> Body:
-        """Check and admit a generation request; return it with the defaults of model and service filled in.
+    def accept(self, body: Body) -> Body:
+        """Check a generation request; return it with the defaults of model and service filled in.
 
         Raises HttpError, BadRequest.
         """
@@ -223,8 +231,11 @@ class Service:
             problem = error.problems[0]
             message = f"{problem} (parameters left out come from the model's generation_config.json)"
             raise BadRequest(message, param=problem.field) from None
-        self.admission.admit(num_prompts, body.n, priority=body.priority, wait_s=body.first_token_timeout_s)
         return self._with_defaults_of_the_answer(body)
+
+    def ticket(self, body: SamplingRequest, num_prompts: int = 1) -> AbstractContextManager[list[int]]:
+        """Admit an accepted request; see `Admission.ticket`."""
+        return self.admission.ticket(num_prompts, body.n, priority=body.priority, wait_s=body.first_token_timeout_s)
 
     def _with_defaults_of_the_answer(self, body: Body) -> Body:
         """Return a request with what the service's settings say about the form of its answer."""
@@ -241,19 +252,25 @@ class Service:
         return body.model_copy(update=update)
 
     async def head_of(
-        self, request: Request, kind: str, body: SamplingRequest, *, arrival: float, num_prompts: int = 1
+        self, request: Request, body: SamplingRequest, *, arrival: float, kind: str = "", num_prompts: int = 1
     ) -> RequestHead:
-        """Read the headers of an accepted request to the endpoint `kind`. Raises BadRequest for a wrong event id."""
-        digest = ""
-        if body.stream:
+        """Read the headers of an accepted request. Raises BadRequest for a wrong event id.
+
+        kind: its endpoint, if a stream of that may go on later.
+        """
+        digest, resumed = "", None
+        if kind and body.stream:
             digest = digest_of(kind, self.model_id, self.sampling_defaults, await request.body())
-        header = request.headers.get(LAST_EVENT_ID_HEADER)
+        if kind and (header := request.headers.get(LAST_EVENT_ID_HEADER)) is not None:
+            resumed = read_event_id(header, body, num_prompts=num_prompts, digest=digest)
         return RequestHead(
-            request_id=request.state.request_id,
+            request_id=body.request_id or (resumed.origin.request_id if resumed else request.state.request_id),
             arrival=arrival,
             idempotency_key=request.headers.get(IDEMPOTENCY_HEADER),
             digest=digest,
-            resumed=None if header is None else read_event_id(header, body, num_prompts=num_prompts, digest=digest),
+            resumed=resumed,
+            caller=getattr(request.state, "caller", None),
+            trace=self.tracing.of(request.headers),
         )
 
     async def tokenize_prompts(self, body: CompletionRequest) -> list[list[int]]:
@@ -302,11 +319,12 @@ class Service:
             add_special_tokens=add_special_tokens,
         )
 
-    async def prepare(self, body: SamplingRequest, prompts: Sequence[list[int]], head: RequestHead) -> list[Generation]:
+    async def prepare(
+        self, body: SamplingRequest, prompts: Sequence[list[int]], head: RequestHead, ids: Sequence[int]
+    ) -> list[Generation]:
         """Return a Generation for each choice: the `n` choices of the first prompt, then those of the next.
 
-        Admits the request again, since others may have come while it was tokenized, and reserves its places until
-        `generate` submits it. Raises BadRequest, HttpError.
+        ids: those of the request's ticket. Raises BadRequest.
         """
         bad_words = await self.tokenizer_pool.bad_words(body.bad_words) if body.bad_words else []
         limits = self.limits
@@ -317,30 +335,12 @@ class Service:
                 end_token_ids=limits.eos_token_ids,
                 vocab_size=limits.vocab_size,
             )
-        self.admission.admit(len(prompts), body.n, priority=body.priority, wait_s=head.wait_s(body))
-        resumed = head.resumed
-        seeds = resumed.origin.seeds if resumed else self.seeds.draw(len(prompts), head.idempotency_key)
-        places = list(resumed.places) if resumed else [None] * (len(prompts) * body.n)
-        submits = [
-            build_submits(
-                body,
-                prompt,
-                new_id=self.engine.new_id,
-                seed=seed,
-                limits=limits,
-                bad_words=bad_words,
-                grammar=grammar,
-            )
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
-        self.engine.reserve(submit.id for choices in submits for submit in choices)
+        seeds = head.resumed.origin.seeds if head.resumed else self.seeds.draw(len(prompts), head.idempotency_key)
         skip_special_tokens = body.skip_special_tokens and not self.answers.read_special_tokens(body)
         return [
             Generation(
                 submit=submit,
                 tokenizer=self.tokenizer,
-                request_id=body.request_id or (resumed.origin.request_id if resumed else head.request_id),
-                arrival=head.arrival,
                 number=number,
                 stop=body.stop_strings,
                 include_stop=body.include_stop_str_in_output,
@@ -348,12 +348,28 @@ class Service:
                 reasoning=self.answers.counter(body, submit.prompt, skip_special_tokens=skip_special_tokens),
                 scores_all=body.return_token_ids,
                 is_empty=body.max_output_tokens == 0,
-                replay=None if place is None else Replay(place),
             )
-            for (number, submit), place in zip(
-                [each for choices in submits for each in enumerate(choices)], places, strict=True
+            for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+            for number, submit in enumerate(
+                build_submits(
+                    body,
+                    prompt,
+                    ids=ids[index * body.n : (index + 1) * body.n],
+                    seed=seed,
+                    limits=limits,
+                    bad_words=bad_words,
+                    grammar=grammar,
+                )
             )
         ]
+
+    def deltas(self, generations: Sequence[Generation], head: RequestHead) -> AsyncGenerator[tuple[int, TextDelta]]:
+        """Run what `prepare` returned in the engine; see `deltas_of`."""
+        records = [
+            AnswerRecord(own.submit, head.request_id, head.arrival, self.metrics, head.caller, head.trace)
+            for own in generations
+        ]
+        return deltas_of(self.engine, generations, records, head.resumed.places if head.resumed else ())
 
     def ignored(self, body: SamplingRequest) -> list[str]:
         """Return fields without effect, also those that this model's chat template does not read."""

@@ -7,7 +7,7 @@ import logging
 from cluster.engine.engine_client import DeadlyRequest
 from cluster.engine.rank_exits import EngineDead
 from cluster.errors import BadRequest, HttpError, too_many_requests, unavailable
-from cluster.openai.output_processor import GenerationFailed
+from cluster.openai.deltas import GenerationFailed
 from cluster.text.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
 from secateur.responses import ErrorResponse
 

@@ -1,31 +1,16 @@
-"""Turns an engine request's token chunks into text: detokenization, stop strings, log probabilities, timing."""
+"""Turns an engine request's token chunks into text: detokenization, stop strings, log probabilities."""
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from cluster.engine.engine_client import EngineClient
-from cluster.errors import BadRequest
-from cluster.observe.metrics import Metrics, RequestTimes
-from cluster.observe.rate_limits import Caller
-from cluster.observe.tracing import Trace
-from cluster.openai.resumption import Replay
 from cluster.text.detokenizer import IncrementalDetokenizer, StopStrings
 from cluster.text.reasoning import ReasoningCounter
 from cluster.text.tokenizer import Tokenizer
 from workers.comm.ipc import RequestStats, Submit, TokenChunk, TokenLogprobs, TreeRecord
-
-logger = logging.getLogger(__name__)
-
-
-class GenerationFailed(RuntimeError):
-    """The engine failed on one request; the message says why."""
 
 
 class ScoredToken(NamedTuple):
@@ -83,9 +68,6 @@ class Generation:
 
     submit: Submit
     tokenizer: Tokenizer
-    request_id: str
-    arrival: float
-    """time.perf_counter() at the arrival of the HTTP request."""
     number: int = 0
     """Position among the `n` choices of its prompt."""
     stop: tuple[str, ...] = ()
@@ -96,8 +78,6 @@ class Generation:
     or removed."""
     is_empty: bool = False
     """Nothing is returned of the answer: the request is about its prompt."""
-    replay: Replay | None = None
-    """Knows the tokens that the client has; None = it has none."""
     reasoning: ReasoningCounter | None = None
     """Counts the reasoning; None = nothing tells it apart."""
 
@@ -113,73 +93,12 @@ class Generation:
     _stops: StopStrings = field(init=False)
     _num_decoded: int = field(init=False, default=0)  # characters that the detokenizer has returned
     _pending: deque[ScoredToken] = field(init=False, default_factory=deque)  # tokens whose text is still held back
-    _submitted_s: float | None = field(init=False, default=None)
-    _scheduled_s: float | None = field(init=False, default=None)
-    _first_token_s: float | None = field(init=False, default=None)
-    _last_token_s: float | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._detokenizer = IncrementalDetokenizer(
             self.tokenizer, self.submit.prompt, skip_special_tokens=self.skip_special_tokens
         )
         self._stops = StopStrings(self.stop, include=self.include_stop)
-
-    async def stream(
-        self, engine: EngineClient, metrics: Metrics, caller: Caller | None = None, trace: Trace | None = None
-    ) -> AsyncGenerator[TextDelta]:
-        """Run the request in the engine and yield one delta per engine step; the last has a finish_reason.
-
-        Its tokens are charged to `caller`, those of a prompt once for all its choices. `trace` gets its spans.
-
-        A step that ends behind what the client has gives two. Closing the generator early aborts the request. Raises
-        GenerationFailed, EngineDead, BadRequest, and HttpError (409) if the answer is not the one that it continues.
-        """
-        reason = "abort"  # cancelled or closed early
-        self._submitted_s = self._elapsed_s()
-        if caller is not None and self.number == 0:
-            caller.charge(prompt_tokens=len(self.submit.prompt))
-        try:
-            async with aclosing(engine.submit(self.submit)) as chunks:
-                async for chunk in chunks:
-                    if chunk.finish_reason == "error" and chunk.error_code is not None:
-                        raise BadRequest(chunk.error or "the request failed", param=None, code=chunk.error_code)
-                    if chunk.finish_reason == "error":
-                        raise GenerationFailed(chunk.error or "the engine failed on this request")
-                    if chunk.prompt_logprobs is not None:
-                        self.prompt_scores += chunk.prompt_logprobs
-                        continue
-                    if self._scheduled_s is None:
-                        self._scheduled_s = self._submitted_s + chunk.queued_s
-                        metrics.observe_queued(chunk.queued_s)
-                    gap_s = self._note_tokens() if chunk.tokens else None
-                    for delta in self._deltas(chunk):
-                        metrics.observe_tokens(
-                            len(delta.token_ids), delta.num_accepted, is_copied=delta.is_copied, gap_s=gap_s
-                        )
-                        gap_s = None
-                        if caller is not None:
-                            caller.charge(generation_tokens=len(delta.token_ids))
-                        reason = delta.finish_reason or reason
-                        yield delta
-                        if delta.finish_reason is not None:
-                            return
-        except Exception:
-            reason = "error"
-            raise
-        finally:
-            self._record_end(reason, metrics, trace)
-
-    def _deltas(self, chunk: TokenChunk) -> Iterator[TextDelta]:
-        if self.replay is None or self.replay.is_over:
-            yield self.process(chunk)
-            return
-        known, rest = self.replay.split(chunk)
-        delta = self.process(known)
-        delta.is_replayed = True
-        self.replay.process(delta.token_ids, is_finished=delta.finish_reason is not None)
-        yield delta
-        if rest is not None:
-            yield self.process(rest)
 
     def process(self, chunk: TokenChunk) -> TextDelta:
         """Convert one chunk of tokens to text and add it to the output.
@@ -267,52 +186,6 @@ class Generation:
         while self._pending and (takes_all or self._pending[0].offset < len(self.text)):
             taken.append(self._pending.popleft())
         return taken
-
-    def _note_tokens(self) -> float | None:
-        """Note that tokens have come; return the seconds since the last ones, None for the first."""
-        before, self._last_token_s = self._last_token_s, self._elapsed_s()
-        if before is None:
-            self._first_token_s = self._last_token_s
-            return None
-        return self._last_token_s - before
-
-    def _elapsed_s(self) -> float:
-        return time.perf_counter() - self.arrival
-
-    def _record_end(self, reason: str, metrics: Metrics, trace: Trace | None) -> None:
-        prompt_tokens, generation_tokens, total_s = len(self.submit.prompt), len(self.token_ids), self._elapsed_s()
-        times = RequestTimes(
-            submitted=self._submitted_s,
-            scheduled=self._scheduled_s,
-            first_token=self._first_token_s,
-            last_token=self._last_token_s,
-            end=total_s,
-        )
-        metrics.observe_finished(
-            reason,
-            times,
-            prompt_tokens=prompt_tokens,
-            generation_tokens=generation_tokens,
-            max_tokens=self.submit.max_tokens,
-        )
-        if trace is not None:
-            attributes: dict[str, str | int] = {
-                "gen_ai.request.id": self.request_id,
-                "gen_ai.request.max_tokens": self.submit.max_tokens,
-                "gen_ai.usage.input_tokens": prompt_tokens,
-                "gen_ai.usage.output_tokens": generation_tokens,
-            }
-            trace.record(reason, times, attributes)
-        logger.info(
-            "request %s/%d: %s after %d prompt and %d new tokens, %.3f s, seed %d",
-            self.request_id,
-            self.submit.id,
-            reason,
-            prompt_tokens,
-            generation_tokens,
-            total_s,
-            self.submit.sampling.seed,
-        )
 
 
 def _text_of_each(texts: list[str], num_tokens: int) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -55,13 +55,13 @@ def build_submits(
     request: SamplingRequest,
     prompt: list[int],
     *,
-    new_id: Callable[[], int],
+    ids: Sequence[int],
     seed: int,
     limits: RequestLimits,
     bad_words: Sequence[list[int]] = (),
     grammar: str = "",
 ) -> list[Submit]:
-    """Return the engine requests of one prompt's `n` choices. Raises BadRequest.
+    """Return the engine requests of one prompt's `n` choices, which have these ids. Raises BadRequest.
 
     Choice 0 has the request's seed, or `seed` if it has none (see `SeedSource`); choice j has the seed H(seed, j).
     `bad_words` are the request's, tokenized; `grammar` is that of its structure.
@@ -82,7 +82,7 @@ def build_submits(
     max_tokens = _max_tokens(request, prompt, limits)
     _check_min_tokens(request.min_tokens, max_tokens, len(prompt), limits)
     first = Submit(
-        id=new_id(),
+        id=ids[0],
         prompt=prompt,
         max_tokens=max(1, max_tokens),  # the only token of an answer of 0 tokens is not returned
         sampling=SamplingSettings(
@@ -109,12 +109,12 @@ def build_submits(
         *(
             replace(
                 first,
-                id=new_id(),
+                id=id,
                 sampling=replace(first.sampling, seed=derive_seed(seed, number)),
                 # A whole response takes the prompt's log-probabilities from the first choice.
                 num_prompt_logprobs=first.num_prompt_logprobs if request.stream else None,
             )
-            for number in range(1, request.n)
+            for number, id in enumerate(ids[1:], start=1)
         ),
     ]
 

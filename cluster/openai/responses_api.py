@@ -18,7 +18,6 @@ from cluster.errors import BadRequest, HttpError, not_found
 from cluster.openai.failures import to_http_error
 from cluster.openai.openai_format import chat_logprobs, total_usage
 from cluster.openai.output_processor import Generation, ScoredToken, TextDelta
-from cluster.openai.streaming import prepend
 from cluster.text.answer_reader import AnswerReader
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tool_calls import CallPart, CustomInput, TextPart, is_whole
@@ -428,9 +427,11 @@ async def events_of(
         async with aclosing(rest):
             for event in builder.begin():
                 yield sse(event)
-            async for _, delta in prepend(first, rest):
-                for event in builder.feed(delta):
+            item: tuple[int, TextDelta] | None = first
+            while item is not None:
+                for event in builder.feed(item[1]):
                     yield sse(event)
+                item = await anext(rest, None)
         last = builder.end(generation)
         on_end()
     except Exception as error:

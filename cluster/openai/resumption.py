@@ -15,13 +15,14 @@ from __future__ import annotations
 import hashlib
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 from zlib import crc32
 
 from cluster.errors import BadRequest, HttpError
+from cluster.openai.output_processor import Generation, TextDelta
 from secateur.requests import SamplingRequest
 from secateur.responses import ErrorResponse
 from verifier.speculation import rule_of
@@ -179,6 +180,10 @@ class EventIds:
         self._sent = [None if place is None else str(place) for place in places]
         self._end = ":end" if begun and begun.is_closed else ""
 
+    def has_begun(self, index: int) -> bool:
+        """Return whether an event of a choice was sent."""
+        return self._sent[index] is not None
+
     def process(self, index: int, tokens: Sequence[int], *, is_finished: bool) -> None:
         """Count tokens of a choice, whether an event tells of them or not."""
         self._places[index] = self._places[index].after(tokens, is_finished=is_finished)
@@ -221,11 +226,20 @@ class Replay:
         """Return whether the next chunk is new to the client."""
         return self._place == self._goal
 
-    def split(self, chunk: TokenChunk) -> tuple[TokenChunk, TokenChunk | None]:
-        """Return the part of a chunk that the client has, and the rest; None = there is none."""
+    def deltas(self, chunk: TokenChunk, generation: Generation) -> Iterator[TextDelta]:
+        """Yield what a chunk adds to the text: the part that the client has, marked so, and the rest."""
+        if self.is_over:
+            yield generation.process(chunk)
+            return
         num = self._goal.num_tokens - self._place.num_tokens
         is_whole = len(chunk.tokens) < num or (len(chunk.tokens) == num and chunk.finish_reason is None)
-        return (chunk, None) if is_whole or self._goal.is_finished else split(chunk, num)
+        known, rest = (chunk, None) if is_whole or self._goal.is_finished else split(chunk, num)
+        delta = generation.process(known)
+        delta.is_replayed = True
+        self.process(delta.token_ids, is_finished=delta.finish_reason is not None)
+        yield delta
+        if rest is not None:
+            yield generation.process(rest)
 
     def process(self, tokens: Sequence[int], *, is_finished: bool) -> None:
         """Count the tokens that a part added. Raises HttpError (409) if they are not the client's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -84,6 +85,40 @@ def test_an_iterator_left_early_aborts_its_request(tmp_path: Path) -> None:
         await chunks.aclose()
         assert client.num_pending == 0
         await until(lambda: fake.aborted == [7])
+
+    with_fake(tmp_path, body)
+
+
+def test_requests_that_are_submitted_together_end_together_and_one_may_be_aborted(tmp_path: Path) -> None:
+    """The engine runs a step with the request that was aborted, whose abort it reads after that."""
+    step = threading.Semaphore(1)
+
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        fake.before_step = step.acquire
+        with client.places(3) as ids:
+            assert client.num_pending == 3
+            chunks = client.submit(*(Submit(id=id, prompt=[1], max_tokens=10) for id in ids))
+            first = await anext(chunks)
+        assert client.num_pending == 3
+        client.abort(ids[1])
+        assert client.num_pending == 2
+        step.release(9)
+        seen = [first, *[chunk async for chunk in chunks]]
+        for id in (ids[0], ids[2]):
+            assert [chunk.tokens for chunk in seen if chunk.id == id] == [[1, 2], [3], [4, 5, 6]]
+        assert client.num_pending == 0
+        await until(lambda: fake.aborted == [ids[1]])
+
+    with_fake(tmp_path, body)
+
+
+def test_places_that_were_not_used_are_given_back(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        with client.places(2) as ids, client.places(1) as others:
+            assert client.num_pending == 3 and len({*ids, *others}) == 3
+            await collect(client, Submit(id=ids[0], prompt=[1], max_tokens=10))
+            assert client.num_pending == 2
+        assert client.num_pending == 0
 
     with_fake(tmp_path, body)
 

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 
 from cluster.errors import BadRequest, not_found
 from cluster.http.openapi import STREAM, WITH_BODY, errors
-from cluster.http.replies import caller_of, ignored_header, json_reply
+from cluster.http.replies import ignored_header, json_reply
 from cluster.http.routes.batches import After, NumEntries, Order
 from cluster.http.service import RequestHead, Service
 from cluster.openai.output_processor import Generation
@@ -24,29 +24,23 @@ from cluster.openai.responses_api import (
     events_of,
     in_words_of_responses,
 )
-from cluster.openai.streaming import EventStream, cancel_on_disconnect, merge, prepend
-from secateur.requests import (
-    ChatCompletionRequest,
-)
-from secateur.responses import (
-    IDEMPOTENCY_HEADER,
-    LAST_EVENT_ID_HEADER,
-)
+from cluster.openai.streaming import EventStream, cancel_on_disconnect
+from secateur.requests import ChatCompletionRequest
+from secateur.responses import LAST_EVENT_ID_HEADER
 from secateur.responses_api import DeletedResponse, InputItems, InputTokens, ResponseObject, ResponsesRequest
 
 
 def add_response_routes(app: FastAPI, service: Service) -> None:
     """Add the routes that answer and count."""
 
-    async def prompt_of(
+    def resolved(
         body: ResponsesRequest, request: Request
-    ) -> tuple[ResponsesRequest, list[dict[str, Any]], ChatCompletionRequest, list[int]]:
-        """Return a request without references, the conversation before it, the chat that answers it, and its prompt."""
+    ) -> tuple[ResponsesRequest, list[dict[str, Any]], ChatCompletionRequest]:
+        """Return a request without references, the conversation before it, and the chat that answers it."""
         owner = service.owner(request)
         body = service.responses.resolve(body, owner)
         history = service.responses.history(body.previous_response_id, owner)
-        chat = service.accept(chat_of(body, history))
-        return body, history, chat, await service.tokenize_chat(chat, add_special_tokens=chat.add_special_tokens)
+        return body, history, service.accept(chat_of(body, history))
 
     @app.post("/v1/responses", response_model=ResponseObject, responses={200: STREAM, **WITH_BODY})
     @cancel_on_disconnect
@@ -61,20 +55,23 @@ def add_response_routes(app: FastAPI, service: Service) -> None:
                     param=None,
                     code="not_resumable",
                 )
-            body, history, chat, prompt = await prompt_of(body, request)
-            new_reader = service.answers.of(chat, prompt)
-            key = request.headers.get(IDEMPOTENCY_HEADER)
-            head = RequestHead(request_id=request.state.request_id, arrival=arrival, idempotency_key=key)
-            [generation] = await service.prepare(chat, [prompt], head)
-        builder = ResponseBuilder(body, chat, service.model_id, service.tokenizer, new_reader, service.replica)
-        return await respond(service, body, builder, generation, history, head.wait_s(chat), request)
+            body, history, chat = resolved(body, request)
+            with service.ticket(chat) as ids:
+                head = await service.head_of(request, chat, arrival=arrival)
+                prompt = await service.tokenize_chat(chat, add_special_tokens=chat.add_special_tokens)
+                [generation] = await service.prepare(chat, [prompt], head, ids)
+                new_reader = service.answers.of(chat, prompt)
+                builder = ResponseBuilder(body, chat, service.model_id, service.tokenizer, new_reader, service.replica)
+                return await respond(service, body, builder, generation, history, head, head.wait_s(chat), request)
 
     @app.post("/v1/responses/input_tokens", response_model=InputTokens, responses=WITH_BODY)
     @cancel_on_disconnect
     async def input_tokens(body: ResponsesRequest, request: Request) -> Response:
         with in_words_of_responses():
             service.check_body(body)
-            _, _, _, prompt = await prompt_of(body, request)
+            _, _, chat = resolved(body, request)
+            service.admission.admit(1, priority=chat.priority, wait_s=chat.first_token_timeout_s)
+            prompt = await service.tokenize_chat(chat, add_special_tokens=chat.add_special_tokens)
         return json_reply(InputTokens(input_tokens=len(prompt)), ignored_header(request, body.ignored()))
 
 
@@ -118,6 +115,7 @@ async def respond(
     builder: ResponseBuilder,
     generation: Generation,
     history: list[dict[str, Any]],
+    head: RequestHead,
     wait_s: float | None,
     request: Request,
 ) -> Response:
@@ -134,17 +132,14 @@ async def respond(
             service.responses.put(finished)
 
     headers = ignored_header(request, [*body.ignored(), *ineffective_settings(body.speculative, service.limits)])
-    caller, trace = caller_of(request), service.tracing.of(request.headers)
-    deltas = merge([generation.stream(service.engine, service.metrics, caller, trace)])
-    try:
-        first = await service.admission.first(deltas, wait_s)  # errors before it get their own HTTP status
-        if body.stream:
-            return EventStream(events_of(builder, generation, first, deltas, lambda: keep(finished())), deltas, headers)
-        async with aclosing(deltas):
-            async for _, delta in prepend(first, deltas):
-                builder.feed(delta)
-    finally:
-        service.engine.release([generation.submit.id])
+    deltas = service.deltas([generation], head)
+    first = await service.admission.first(deltas, wait_s)  # errors before it get their own HTTP status
+    if body.stream:
+        return EventStream(events_of(builder, generation, first, deltas, lambda: keep(finished())), deltas, headers)
+    builder.feed(first[1])
+    async with aclosing(deltas):
+        async for _, delta in deltas:
+            builder.feed(delta)
     builder.end(generation)
     stored = await asyncio.to_thread(finished) if body.has_logprobs else finished()  # as in `generate`
     keep(stored)

@@ -31,7 +31,7 @@ def generation(tokenizer: Tokenizer, *prompt: int, min_tokens: int = 0, number: 
     sampling = SamplingSettings(constraints=Constraints(min_tokens=min_tokens))
     submit = Submit(id=1, prompt=list(prompt), max_tokens=99, sampling=sampling)
     stops = (stop,) if stop else ()
-    return Generation(submit=submit, tokenizer=tokenizer, request_id="r", arrival=0.0, number=number, stop=stops)
+    return Generation(submit=submit, tokenizer=tokenizer, number=number, stop=stops)
 
 
 @pytest.mark.parametrize("size", [1, 3, 99])

@@ -156,24 +156,20 @@ def test_a_request_whose_time_passed_while_it_was_tokenized_waits_no_longer(monk
     assert head.wait_s(CompletionRequest(prompt="a")) is None
 
 
-def test_a_request_is_admitted_again_after_it_was_tokenized(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all of its prompts, and with its own limit: others may have come meanwhile, and the queue may be slower."""
-    running, tokenize = own(max_pending=8), Service.tokenize_prompts
+def test_a_request_holds_its_places_while_it_is_tokenized(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is admitted once: others are refused in its place meanwhile. A wrong prompt gives the places back."""
+    running, tokenize, pending = own(max_pending=8), Service.tokenize_prompts, list[int]()
 
-    async def meanwhile(*own: Any) -> list[list[int]]:
-        running.client.reserve(range(-7, 0))
-        running.client.service_s = 40.0
+    async def observed(*own: Any) -> list[list[int]]:
+        pending.append(running.client.num_pending)
+        assert running.service.admission.refusal(8 - pending[-1]) is None
+        assert running.service.admission.refusal(9 - pending[-1]) is not None
         return await tokenize(*own)
 
-    for fields in ({"prompt": ["a", "b"]}, {"first_token_timeout_s": 5}):
-        with monkeypatch.context() as patch:
-            patch.setattr(Service, "tokenize_prompts", meanwhile)
-            refused = post(running, **fields)
-        assert refused.status_code == 429
-        running.client.release(range(-7, 0))
-        running.client.service_s = 0.0
-    assert not running.engine.submitted
-    assert post(running, prompt=["a", "b"]).status_code == 200
+    monkeypatch.setattr(Service, "tokenize_prompts", observed)
+    assert post(running, prompt=["a", "b"], n=3).status_code == 200
+    assert post(running, prompt=[[99999]]).status_code == 400
+    assert pending == [6, 1] and running.client.num_pending == 0
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1e9, "5"])

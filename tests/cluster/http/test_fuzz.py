@@ -65,6 +65,6 @@ def test_every_answer_of_a_full_service_is_documented(
     own: Callable[..., FakeService], tmp_path: Path, seconds: int
 ) -> None:
     running = own(max_pending=1)
-    running.client.reserve([-1])
     paths = [option for path in ADMITTED for option in ("--include-path", path)]
-    fuzz(running, tmp_path, seconds // 2, *paths)
+    with running.client.places(1):
+        fuzz(running, tmp_path, seconds // 2, *paths)

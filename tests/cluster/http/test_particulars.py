@@ -25,10 +25,12 @@ from cluster.engine.engine_client import DeadlyRequest, Health
 from cluster.errors import BadRequest
 from cluster.http import middleware
 from cluster.http.service import Service, batch_share
+from cluster.observe.answer_record import AnswerRecord
+from cluster.openai.deltas import GenerationFailed, deltas_of
 from cluster.openai.failures import to_http_error
 from cluster.openai.openai_format import total_stats
-from cluster.openai.output_processor import Generation, GenerationFailed, TextDelta
-from cluster.openai.streaming import cancel_on_disconnect, merge
+from cluster.openai.output_processor import Generation, TextDelta
+from cluster.openai.streaming import cancel_on_disconnect
 from cluster.text.tokenizer import Tokenizer, text_size
 from secateur.errors import Problem
 from tests.support.fake_service import FakeService, error_of, fake_service, stream, wait_for
@@ -145,7 +147,7 @@ def test_a_chat_without_log_probabilities_has_none(http: httpx2.Client) -> None:
 
 def generation(tokenizer: Tokenizer) -> Generation:
     submit = Submit(id=1, prompt=[1], max_tokens=9)
-    return Generation(submit=submit, tokenizer=tokenizer, request_id="r", arrival=0.0)
+    return Generation(submit=submit, tokenizer=tokenizer)
 
 
 def test_a_delta_says_whether_its_draft_was_copied(tokenizer: Tokenizer) -> None:
@@ -166,7 +168,7 @@ def test_a_stop_string_may_be_complete_with_the_answer_s_last_bytes(
     )
     sampling = SamplingSettings(constraints=Constraints(min_tokens=min_tokens))
     submit = Submit(id=1, prompt=[a], max_tokens=2, sampling=sampling)
-    running = Generation(submit=submit, tokenizer=tokenizer, request_id="r", arrival=0.0, stop=("\ufffd",))
+    running = Generation(submit=submit, tokenizer=tokenizer, stop=("\ufffd",))
     delta = running.process(TokenChunk(id=1, tokens=[a, half], finish_reason="length"))
     assert (delta.finish_reason, delta.stop_reason) == ends
 
@@ -181,12 +183,15 @@ class OneAnswer:
         for chunk in self._chunks:
             yield chunk
 
+    def abort(self, id: int) -> None: ...
+
 
 async def read(tokenizer: Tokenizer, metrics: Any, *chunks: TokenChunk) -> list[TextDelta]:
     submit = Submit(id=1, prompt=[1], max_tokens=9)
-    running = Generation(submit=submit, tokenizer=tokenizer, request_id="r", arrival=time.perf_counter())
+    running = Generation(submit=submit, tokenizer=tokenizer)
+    record = AnswerRecord(submit, "r", time.perf_counter(), metrics)
     engine: Any = OneAnswer(*chunks)
-    return [delta async for delta in running.stream(engine, metrics)]
+    return [delta async for _, delta in deltas_of(engine, [running], [record])]
 
 
 @pytest.mark.parametrize(
@@ -313,23 +318,6 @@ def test_text_size_counts_the_strings_of_a_request() -> None:
 
 
 # ---- streams
-
-
-async def endless(closed: list[int], number: int) -> AsyncGenerator[int]:
-    try:
-        while True:
-            yield number
-            await asyncio.sleep(0)
-    finally:
-        closed.append(number)
-
-
-async def test_several_streams_are_closed_without_an_error() -> None:
-    closed: list[int] = []
-    both = merge([endless(closed, 1), endless(closed, 2)])
-    assert (await anext(both))[1] in (1, 2)
-    await both.aclose()
-    assert sorted(closed) == [1, 2]
 
 
 class Receiving(Request):

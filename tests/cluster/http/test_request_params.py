@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ LIMITS = RequestLimits(max_model_len=100, vocab_size=50, num_speculative_tokens=
 def first_submit(
     request: SamplingRequest, prompt: list[int], *, limits: RequestLimits = LIMITS, bad_words: Any = ()
 ) -> Submit:
-    return build_submits(request, prompt, new_id=lambda: 1, seed=5, limits=limits, bad_words=bad_words)[0]
+    return build_submits(request, prompt, ids=[1], seed=5, limits=limits, bad_words=bad_words)[0]
 
 
 def submit(prompt_length: int = 1, *, bad_words: Any = (), **fields: Any) -> Submit:
@@ -130,8 +129,8 @@ def test_a_request_s_own_seed_wins() -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"seed": 7}])
 def test_the_first_answer_has_the_request_s_seed_and_the_others_derived_ones(fields: dict[str, int]) -> None:
-    request, ids = CompletionRequest(prompt="x", n=3, logprobs=2, **fields), itertools.count(10)
-    first, *others = build_submits(request, [1], new_id=lambda: next(ids), seed=5, limits=LIMITS)
+    request = CompletionRequest(prompt="x", n=3, logprobs=2, **fields)
+    first, *others = build_submits(request, [1], ids=[10, 11, 12], seed=5, limits=LIMITS)
     base = fields.get("seed", 5)
     assert (first.id, first.sampling.seed, len(others)) == (10, base, 2)
     for number, other in enumerate(others, start=1):

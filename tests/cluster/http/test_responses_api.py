@@ -284,7 +284,7 @@ def in_steps(
     builder = ResponseBuilder(body, chat, "m", tokenizer, new_reader, "r")
     format = ChatFormat(chat, "m", tokenizer, new_reader)
     submit = Submit(id=1, prompt=[5], max_tokens=999, stop_token_ids=[0])
-    generation = Generation(submit=submit, tokenizer=tokenizer, request_id="r", arrival=0.0, stop=stop)
+    generation = Generation(submit=submit, tokenizer=tokenizer, stop=stop)
     events, chunks = builder.begin(), []
     steps = list(pairwise([0, *cuts, len(ids)]))
     for start, end in steps:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import BadRequest, HttpError
-from cluster.http.routes import completions
+from cluster.openai import events
 from cluster.openai.output_processor import Generation
 from cluster.openai.request_params import SeedSource
 from cluster.openai.resumption import EventId, Origin, Place, Replay, split
@@ -201,7 +201,7 @@ def test_an_id_outlives_its_service(own: Callable[..., FakeService], tokenizer: 
 
 
 def test_a_replay_keeps_the_connection_alive(own: Callable[..., FakeService], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completions, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.05)
     body = {"prompt": "a", "max_tokens": 12, "stream": True, "ignore_eos": True}
     with own(script=lambda submit: [[5]] * 12, engine={"step_s": 0.03}).http() as http:
         whole = http.post(COMPLETIONS, json=body).text
@@ -406,10 +406,8 @@ def test_an_end_without_tokens_may_follow_or_be_known(tokenizer: Tokenizer) -> N
     chunks = [TokenChunk(id=1, tokens=[5, 6]), TokenChunk(id=1, tokens=[], finish_reason="length")]
     for is_finished, replayed in ((False, [True, False]), (True, [True, True])):
         replay = Replay(Place().after([5, 6], is_finished=is_finished))
-        generation = Generation(
-            submit=Submit(id=1, prompt=[3], max_tokens=2), tokenizer=tokenizer, request_id="r", arrival=0, replay=replay
-        )
-        deltas = [delta for chunk in chunks for delta in generation._deltas(chunk)]
+        generation = Generation(submit=Submit(id=1, prompt=[3], max_tokens=2), tokenizer=tokenizer)
+        deltas = [delta for chunk in chunks for delta in replay.deltas(chunk, generation)]
         assert [delta.is_replayed for delta in deltas] == replayed
 
 

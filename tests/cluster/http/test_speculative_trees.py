@@ -60,8 +60,8 @@ def test_a_copy_is_told_from_a_draft(tokenizer: Tokenizer) -> None:
 def test_the_tokens_texts_make_the_answer(tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
     """Also where characters take several tokens, and where a stop string holds text back or cuts it."""
     ids = [*tokenizer.encode(ANSWER), 0]
-    running = Generation(submit=Submit(id=1, prompt=[5], max_tokens=64), tokenizer=tokenizer, request_id="", arrival=0)
-    running = Generation(submit=running.submit, tokenizer=tokenizer, request_id="", arrival=0, stop=stop)
+    running = Generation(submit=Submit(id=1, prompt=[5], max_tokens=64), tokenizer=tokenizer)
+    running = Generation(submit=running.submit, tokenizer=tokenizer, stop=stop)
     for begin in range(0, len(ids), 3):
         part = ids[begin : begin + 3]
         is_last = part[-1] == 0

@@ -1,0 +1,70 @@
+"""Runs a request's answers in the engine: submits them, and yields what each step adds to their texts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from cluster.engine.engine_client import EngineClient
+from cluster.errors import BadRequest
+from cluster.observe.answer_record import AnswerRecord
+from cluster.openai.output_processor import Generation, TextDelta
+from cluster.openai.resumption import Place, Replay
+from workers.comm.ipc import TokenChunk
+
+
+class GenerationFailed(RuntimeError):
+    """The engine failed on one request; the message says why."""
+
+
+async def deltas_of(
+    engine: EngineClient,
+    generations: Sequence[Generation],
+    records: Sequence[AnswerRecord],
+    places: Sequence[Place | None] = (),
+) -> AsyncGenerator[tuple[int, TextDelta]]:
+    """Run the answers to one request. Yield (answer, delta) for each engine step; each last delta has a finish_reason.
+
+    records: by answer. places: how far the client has each answer (None = not at all); empty = it has none of them. A
+    step that ends after such a place gives two deltas. Closing the generator early aborts what is not finished.
+
+    Raises GenerationFailed, EngineDead, BadRequest, and HttpError (409) if an answer is not the one that it continues.
+    """
+    answers = {generation.submit.id: index for index, generation in enumerate(generations)}
+    replays = {index: Replay(place) for index, place in enumerate(places) if place is not None}
+    reason = "abort"  # cancelled or closed early
+    for generation, record in zip(generations, records, strict=True):
+        record.submitted(pays_for_prompt=generation.number == 0)
+    try:
+        async with aclosing(engine.submit(*(generation.submit for generation in generations))) as chunks:
+            async for chunk in chunks:
+                index = answers[chunk.id]
+                generation, record, replay = generations[index], records[index], replays.get(index)
+                if generation.last.finish_reason is not None:
+                    continue  # a stop string has ended it, which the engine did not know
+                if chunk.finish_reason == "error":
+                    raise _failure(chunk)
+                if chunk.prompt_logprobs is not None:
+                    generation.prompt_scores += chunk.prompt_logprobs
+                    continue
+                record.arrived(chunk)
+                for delta in [generation.process(chunk)] if replay is None else replay.deltas(chunk, generation):
+                    record.returned(
+                        len(delta.token_ids), delta.num_accepted, delta.finish_reason, is_copied=delta.is_copied
+                    )
+                    yield index, delta
+                    if delta.finish_reason is not None:
+                        engine.abort(chunk.id)
+                        break
+    except Exception:
+        reason = "error"
+        raise
+    finally:
+        for record in records:
+            record.ended(reason)
+
+
+def _failure(chunk: TokenChunk) -> Exception:
+    if chunk.error_code is not None:
+        return BadRequest(chunk.error or "the request failed", param=None, code=chunk.error_code)
+    return GenerationFailed(chunk.error or "the engine failed on this request")

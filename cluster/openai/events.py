@@ -1,0 +1,83 @@
+"""Writes the deltas of completions and chats as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from cluster.openai.failures import to_http_error
+from cluster.openai.openai_format import ResponseFormat, opening_usage, running_usage, total_stats, total_usage
+from cluster.openai.output_processor import Generation, TextDelta
+from cluster.openai.resumption import EventIds
+from secateur.requests import SamplingRequest
+from secateur.responses import SSE_DONE
+
+KEEP_ALIVE_S = 5.0
+"""While a stream goes through what its client has, a comment this often keeps proxies from closing the connection."""
+
+
+def with_id(event: str, id: str | None) -> str:
+    """Return a server-sent event with an id, after its data: some clients look for these in the first line."""
+    return event if id is None else f"{event[:-1]}id: {id}\n\n"
+
+
+def has_totals(body: SamplingRequest) -> bool:
+    """Return whether a stream ends with a chunk of totals."""
+    return body.return_speculative_stats or (body.stream_options is not None and body.stream_options.usage_at_end)
+
+
+async def events_of(
+    response_format: ResponseFormat,
+    generations: Sequence[Generation],
+    first: tuple[int, TextDelta],
+    rest: AsyncGenerator[tuple[int, TextDelta]],
+    ids: EventIds | None,
+) -> AsyncGenerator[str]:
+    """Yield server-sent events: opening chunks, one chunk per delta, totals, [DONE]; an error is an event, too.
+
+    Replayed deltas go the same way, so that what they leave behind is the same, but the client has their events.
+    """
+    body = response_format.body
+    options = body.stream_options
+    running = options is not None and options.usage_in_chunks
+    has_more = running or body.return_token_ids or body.return_speculative_trees
+    told_at = time.monotonic()
+    try:
+        async with aclosing(rest):
+            if response_format.reads_prompts:
+                await asyncio.to_thread(response_format.read_prompts, generations)
+            for index, generation in enumerate(generations):
+                if ids is not None and ids.has_begun(index):
+                    continue
+                if (opening := response_format.opening_chunk(index, generation)) is not None:
+                    if running:
+                        opening.usage = opening_usage(generation)
+                    yield with_id(opening.sse(), ids.sent(index) if ids else None)
+            item: tuple[int, TextDelta] | None = first
+            while item is not None:
+                index, delta = item
+                if ids is not None:
+                    ids.process(index, delta.token_ids, is_finished=delta.finish_reason is not None)
+                chunk = None
+                if delta.text or delta.finish_reason or has_more:
+                    chunk = response_format.chunk(index, generations[index], delta)
+                # Without a chunk, text is held back: half a character, or the beginning of a stop string.
+                if chunk is not None and not delta.is_replayed:
+                    if running:
+                        chunk.usage = running_usage(generations[index], delta)
+                    yield with_id(chunk.sse(), ids.sent(index) if ids else None)
+                elif delta.is_replayed and time.monotonic() - told_at > KEEP_ALIVE_S:
+                    told_at = time.monotonic()
+                    yield ": replaying\n\n"
+                item = await anext(rest, None)
+        if has_totals(body) and not (ids and ids.is_closed):
+            usage = total_usage(generations) if options is not None and options.usage_at_end else None
+            stats = total_stats(generations) if body.return_speculative_stats else None
+            yield with_id(response_format.closing_chunk(usage, stats).sse(), ids.closed() if ids else None)
+    except Exception as error:
+        yield to_http_error(error).body.sse()
+        yield SSE_DONE
+    else:
+        yield with_id(SSE_DONE, ids.last if ids else None)
