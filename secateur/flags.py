@@ -1,5 +1,6 @@
 """Flags that commands share, and how flags, a `--config` file and defaults become EngineArgs.
 
+The flags of an engine are made from the fields of `secateur.settings`.
 Precedence: flag, then file, then default. Flags for single keys of the speculative configuration (pruning, and
 `--speculative-config.KEY`) are merged into it; two flags of one command line that contradict each other are an error.
 """
@@ -10,66 +11,21 @@ import functools
 import inspect
 import json
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
 from secateur.errors import ConfigError, Problem
+from secateur.settings import SERVING, SPECULATION, EngineSettings, Setting, SpeculativeSettings, settings_of
 from secateur.vllm_names import in_our_words
 
 if TYPE_CHECKING:  # pydantic takes longer to import than --help may take
     from secateur.config import EngineArgs
 
 
-class Device(StrEnum):
-    """Values of --device."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class DefaultSampling(StrEnum):
-    """Values of --generation-config."""
-
-    auto = "auto"
-    none = "none"
-
-
-class KernelSet(StrEnum):
-    """Values of --kernels."""
-
-    auto = "auto"
-    torch = "torch"
-    triton = "triton"
-
-
-class SchedulingPolicy(StrEnum):
-    """Values of --scheduling-policy."""
-
-    fcfs = "fcfs"
-    priority = "priority"
-
-
-class Dtype(StrEnum):
-    """Values of --dtype."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    half = "half"
-    float = "float"
-
-
-class KvCacheDtype(StrEnum):
-    """Values of --kv-cache-dtype."""
-
-    auto = "auto"
-    fp8 = "fp8"
-    fp8_e4m3 = "fp8_e4m3"
+SPECULATIVE_KEYS = "--speculative-config-keys"
+"""A hidden flag: `--speculative-config.KEY VALUE` arrives as an object of these keys, see `secateur.cli.command`."""
 
 
 def _flag(kind: Any, *names: str, help: str, **extra: Any) -> Any:
@@ -77,191 +33,49 @@ def _flag(kind: Any, *names: str, help: str, **extra: Any) -> Any:
     return Annotated[kind | None, typer.Option(*names, help=help, **extra)]
 
 
-_model = functools.partial(_flag, rich_help_panel="Model")
-_speculation = functools.partial(_flag, rich_help_panel="Speculation")
-_limit = functools.partial(_flag, rich_help_panel="Limits")
-_serving = functools.partial(_flag, rich_help_panel="Serving")
-_sampling = functools.partial(_flag, rich_help_panel="Sampling")
-
-SPECULATIVE_KEYS = "--speculative-config-keys"
-"""A hidden flag: `--speculative-config.KEY VALUE` arrives as an object of these keys, see `secateur.cli.command`."""
+def _flags_of(settings: dict[str, Setting]) -> dict[str, Any]:
+    return {name: _flag_of(name, setting) for name, setting in settings.items()}
 
 
-PRUNING = {
-    "speculative_tree_prune_min_prob": "Do not expand a node whose best next token is less probable than this.",
-    "speculative_tree_prune_path_prob": "Do not expand a node whose path from the root is less probable than this.",
-    "speculative_tree_prune_threshold": "One number for both thresholds.",
-}
+def _flag_of(name: str, setting: Setting) -> Any:
+    flag, long = setting.flag, "--" + name.replace("_", "-")
+    names = [long if setting.default is not True else f"{long}/--no-{long.removeprefix('--')}"]
+    names += [flag.short] if flag.short else []
+    extra = {"metavar": flag.metavar} if flag.metavar else {}
+    return _flag(_kind_of(setting), *names, help=setting.text, rich_help_panel=flag.group, **extra)
 
+
+def _kind_of(setting: Setting) -> Any:
+    """Return the type that the parser reads."""
+    flag, kind = setting.flag, setting.kinds[0]
+    if any(get_origin(each) is list for each in setting.kinds):
+        return list[str]
+    is_choice = get_origin(kind) is Literal
+    if flag.has_unit or (is_choice and flag.metavar):
+        return str
+    return Literal[(*get_args(kind), *flag.vllm_values)] if is_choice else kind
+
+
+PRUNING = settings_of(SpeculativeSettings)
+"""The keys of the speculative configuration that have flags."""
+_ENGINE = settings_of(EngineSettings)
+SERVER_FLAGS = _flags_of({name: setting for name, setting in _ENGINE.items() if setting.flag.group == SERVING})
 ENGINE_FLAGS: dict[str, Any] = {
     "config": _flag(Path, "--config", help="YAML file of these settings; flags override it.", metavar="FILE"),
-    "tokenizer": _model(str, "--tokenizer", help="Folder or id [the model's own]."),
-    "generation_config": _model(
-        DefaultSampling,
-        "--generation-config",
-        help="Default sampling parameters: the model's generation_config.json (auto) or OpenAI's (none) [auto].",
-    ),
-    "revision": _model(str, "--revision", help="Branch, tag or commit of a Hugging Face id."),
-    "tensor_parallel_size": _model(int, "--tensor-parallel-size", "-tp", help="Devices of the verifier [1]."),
-    "speculative_config": _speculation(
+    "speculative_config": _flag(
         str,
         "--speculative-config",
         "-sc",
         metavar="JSON",
         help='How to draft, e.g. \'{"method": "eagle3", "model": "FOLDER", "num_speculative_tokens": 16}\'. '
         "--speculative-config.KEY VALUE sets one key.",
+        rich_help_panel=SPECULATION,
     ),
-    **{
-        name: _speculation(float, "--" + name.replace("_", "-"), help=text + " 0 is off [0].", metavar="X")
-        for name, text in PRUNING.items()
-    },
-    "speculative_config_keys": _speculation(str, SPECULATIVE_KEYS, hidden=True, help="See SPECULATIVE_KEYS."),
-    "no_speculation": _speculation(bool, "--no-speculation", help="Decode without a drafter."),
-    "max_model_len": _limit(
-        str,
-        "--max-model-len",
-        metavar="N",
-        help="Prompt plus output, in tokens, such as 8192, 32k or 32K [the model's].",
-    ),
-    "max_num_seqs": _limit(int, "--max-num-seqs", help="Requests running at once [64]."),
-    "max_num_batched_tokens": _limit(str, "--max-num-batched-tokens", metavar="N", help="Tokens per step [2048]."),
-    "page_size": _limit(int, "--page-size", help="Tokens per KV page [16]."),
-    "num_pages": _limit(int, "--num-pages", help="KV pages, of which one is never used [as many as fit]."),
-    "enable_prefix_caching": _limit(
-        bool,
-        "--enable-prefix-caching/--no-enable-prefix-caching",
-        help="Reuse the KV cache of common prompt prefixes [on].",
-    ),
-    "scheduling_policy": _limit(
-        SchedulingPolicy,
-        "--scheduling-policy",
-        help="Serve requests in order of arrival, or by their `priority`, lower numbers first [fcfs].",
-    ),
-    "gpu_memory_utilization": _limit(float, "--gpu-memory-utilization", help="Share of each GPU to use [0.9]."),
-    "hang_timeout": _limit(
-        float, "--hang-timeout", help="Seconds after which a rank that does not get on is replaced; 0 = never [10]."
-    ),
-    "startup_timeout": _limit(
-        float,
-        "--startup-timeout",
-        help="Seconds in which an engine must load its weights, compile and capture CUDA graphs [3600].",
-    ),
-    "standby": _limit(
-        bool,
-        "--standby/--no-standby",
-        help="Keep a process from which lost ranks are forked, and so are back in seconds [on].",
-    ),
-    "dtype": _model(Dtype, "--dtype", help="[auto: float32 on CPU, the checkpoint's on CUDA]"),
-    "kv_cache_dtype": _model(
-        KvCacheDtype,
-        "--kv-cache-dtype",
-        help="Keys and values in the model's dtype, or in 8 bits (fp8, which is e4m3) [auto].",
-    ),
-    "device": _model(Device, "--device", help="[auto]"),
-    "kernels": _model(KernelSet, "--kernels", help="[auto: triton on CUDA, torch on CPU]"),
-    "enforce_eager": _model(bool, "--enforce-eager", help="Do not capture CUDA graphs."),
-    "threads": _model(
-        int,
-        "--threads",
-        help="Threads of a verifier rank on CPU [1; in bfloat16 all cores, shared by the ranks].",
-    ),
+    "speculative_config_keys": _flag(str, SPECULATIVE_KEYS, hidden=True, help="See SPECULATIVE_KEYS."),
+    **_flags_of(PRUNING),
+    **_flags_of({name: setting for name, setting in _ENGINE.items() if name not in SERVER_FLAGS}),
 }
-SERVER_FLAGS: dict[str, Any] = {
-    "seed": _serving(int, "--seed", help="Seed for requests that do not set one."),
-    "served_model_name": _serving(
-        list[str],
-        "--served-model-name",
-        metavar="NAME ...",
-        help="The name that clients use, or several, of which answers have the first [the model's].",
-    ),
-    "host": _serving(str, "--host", help="Address to listen on [127.0.0.1]."),
-    "port": _serving(int, "--port", help="Port to listen on; 0 takes a free one [8000]."),
-    "shutdown_timeout": _serving(
-        float, "--shutdown-timeout", help="Seconds that running answers may still take when the service stops [20]."
-    ),
-    "api_key": _serving(
-        str,
-        "--api-key",
-        help="Require this key [the environment's SECATEUR_API_KEY, else none]. `ps` shows it to every user of this "
-        "machine; the environment and --api-key-file are not shown.",
-    ),
-    "api_key_file": _serving(
-        str,
-        "--api-key-file",
-        metavar="FILE",
-        help="Require one of the keys in this file, one per line, each with settings if you like: KEY name=team-a "
-        "requests-per-minute=60 tokens-per-minute=20000. Changes apply to the next request.",
-    ),
-    "ssl_certfile": _serving(
-        str, "--ssl-certfile", metavar="FILE", help="Speak HTTPS with this certificate (PEM) [plain HTTP]."
-    ),
-    "ssl_keyfile": _serving(
-        str, "--ssl-keyfile", metavar="FILE", help="The key of --ssl-certfile (PEM without a password)."
-    ),
-    "batch_dir": _serving(
-        str,
-        "--batch-dir",
-        metavar="DIR",
-        help="Serve /v1/files and /v1/batches, and keep them in this folder [none].",
-    ),
-    "allowed_origins": _serving(
-        list[str],
-        "--allowed-origins",
-        metavar="ORIGIN",
-        help="Let scripts of pages from here use the service, e.g. https://app.example; '*' is all. Repeat the flag, "
-        "or write a JSON list [none].",
-    ),
-    "allowed_methods": _serving(
-        list[str], "--allowed-methods", metavar="METHOD", help="HTTP methods of such scripts, likewise [*]."
-    ),
-    "allowed_headers": _serving(
-        list[str], "--allowed-headers", metavar="HEADER", help="Request headers of such scripts, likewise [*]."
-    ),
-    "allow_credentials": _serving(bool, "--allow-credentials", help="Let browsers send cookies with such requests."),
-    "reasoning_parser": _serving(
-        str,
-        "--reasoning-parser",
-        metavar="FORMAT",
-        help="How the model writes reasoning: auto (as its chat template has it), think (<think>...</think>) or none.",
-    ),
-    "tool_call_parser": _serving(
-        str,
-        "--tool-call-parser",
-        metavar="FORMAT",
-        help="How the model writes tool calls: auto (as its chat template teaches), hermes, llama3_json or mistral.",
-    ),
-    "root_path": _serving(
-        str, "--root-path", metavar="PATH", help="The prefix under which clients see the service, e.g. /llm."
-    ),
-    "enable_tokenizer_info_endpoint": _serving(
-        bool,
-        "--enable-tokenizer-info-endpoint",
-        help="Answer /tokenizer_info with the tokenizer's configuration and chat template.",
-    ),
-    "enable_force_include_usage": _serving(
-        bool,
-        "--enable-force-include-usage",
-        help="Send the usage so far in every chunk of every stream, whatever a request's stream_options say.",
-    ),
-    "return_tokens_as_token_ids": _serving(
-        bool,
-        "--return-tokens-as-token-ids",
-        help="Write the tokens of log probabilities as token_id:123, unless a request says otherwise.",
-    ),
-    "unsupported_content": _serving(
-        str,
-        "--unsupported-content",
-        metavar="KIND",
-        help="What becomes of images and other parts of messages that are no text, unless a request says otherwise: "
-        "error, or placeholder, a text that says so [error].",
-    ),
-    "disable_additional_properties": _serving(
-        bool,
-        "--disable-additional-properties/--no-disable-additional-properties",
-        help="Where a JSON schema says nothing of them, let objects have no properties that it does not name [on].",
-    ),
-}
-
+_sampling = functools.partial(_flag, rich_help_panel="Sampling")
 
 # The service checks all ranges; these bounds catch common mistakes before a service starts.
 SAMPLING_FLAGS: dict[str, Any] = {
@@ -351,9 +165,7 @@ def _single_keys(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [item for text in value for item in _listed(text)]
-    return value.value if isinstance(value, StrEnum) else value
+    return [item for text in value for item in _listed(text)] if isinstance(value, list) else value
 
 
 def _listed(text: str) -> list[Any]:

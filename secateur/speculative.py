@@ -3,74 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from secateur.errors import ConfigError, Problem
 from secateur.schema import Strict, normalise_keys
+from secateur.settings import Acceptance, Probability, SpeculativeSettings, TreePrune
 from secateur.token_tree import MAX_NODES, Path, parse_token_tree
 from secateur.vllm_names import SPECULATIVE_ADVICE
 
-Method = Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"]
-TreePrune = Literal["off", "thresholds", "auto"]
-Probability = Annotated[float, Field(ge=0.0, le=1.0)]
-
 NEED_MODEL = ("draft_model", "eagle", "eagle3")
-DEFAULT_TREE_PRUNE: TreePrune = "auto"
-"""Pruning mode if neither a mode nor a threshold is given. Static trees are then not pruned."""
 OFF_WITH_THRESHOLDS = "'off' contradicts the thresholds; write 'thresholds' or remove them"
 # These settings apply only with draft probabilities.
 USES_DRAFT_PROBS = ("draft_sample_method", "rejection_method", "draft_probs_min_temperature")
 
 
-class SpeculativeConfig(Strict):
-    """The drafting and verification settings of a service.
+class SpeculativeConfig(SpeculativeSettings, Strict):
+    """The drafting and verification settings of a service; `SpeculativeSettings` has its fields.
 
     Unset fields hold their resolved value after validation (method inferred, lookup bounds mirrored, tree counted);
     `model_fields_set` still holds the names of the given ones.
     """
-
-    method: Method
-    """Inferred from `model` when not given: a name with 'eagle3', then 'eagle-', else draft_model."""
-    model: str | None = None
-    """Drafter checkpoint: folder, Hugging Face id or alias such as 'bundled:eagle3'."""
-    num_speculative_tokens: Annotated[int, Field(gt=0, le=MAX_NODES)] = 16
-    """Tree nodes drafted per step, without the root."""
-    speculative_tree: Literal["dynamic", "chain", "static"] = "dynamic"
-    speculative_token_tree: str | None = None
-    speculative_tree_max_depth: Annotated[int, Field(ge=1, le=MAX_NODES)] = 8
-    speculative_tree_max_children: Annotated[int, Field(ge=1, le=MAX_NODES)] = 8
-    speculative_tree_prune: TreePrune = DEFAULT_TREE_PRUNE
-    """'auto' sets node budgets from calibrated acceptance and measured costs, within any thresholds, and uses
-    prompt lookup where it predicts a higher speed than the drafter. A threshold alone implies 'thresholds'."""
-    speculative_tree_prune_min_prob: Probability = 0.0
-    """A node is not expanded if its best next token is less probable than this; 0.0 is off."""
-    speculative_tree_prune_path_prob: Probability = 0.0
-    """A node is not expanded if the product of draft probabilities from the root is below this; 0.0 is off."""
-    speculative_tree_prune_threshold: Probability | None = None
-    """One number for both thresholds above."""
-    acceptance: Literal["coupled", "rejection"] = "coupled"
-    rejection_method: Literal["traversal", "recursive"] = "traversal"
-    enable_draft_probs: bool = True
-    """Under 'rejection': sample children from the draft and verify with its probabilities, else take the top ones."""
-    draft_sample_method: Literal["probabilistic", "hybrid", "greedy"] = "probabilistic"
-    """'probabilistic' samples every child, 'hybrid' all but the last are the most likely ones, 'greedy' all are."""
-    draft_probs_min_temperature: Annotated[float, Field(ge=0.0)] = 0.3
-    """At lower temperatures 'rejection' takes the most likely children instead of sampling them."""
-    draft_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    draft_placement: Literal["dedicated", "colocated"] | None = None
-    """None = dedicated if there are enough devices."""
-    draft_link: Literal["auto", "nccl", "host"] = "auto"
-    """How messages travel between dedicated GPUs: over NCCL, or through host memory, where NCCL cannot run. 'auto'
-    sends features over NCCL, and the rest as timed at start-up. On CPUs and a shared GPU it is always 'host'."""
-    draft_fallback: bool = True
-    """If the drafter dies, go on without drafts and start another one; False = replace the whole engine."""
-    prompt_lookup_max: Annotated[int, Field(ge=1)] | None = None
-    prompt_lookup_min: Annotated[int, Field(ge=1)] | None = None
-    max_model_len: Annotated[int, Field(ge=1)] | None = None
-    """Longest sequence of the drafter, in tokens. The drafter follows every target sequence, so any value but the
-    target's own `max_model_len` is an error."""
 
     @property
     def token_tree(self) -> tuple[Path, ...] | None:
@@ -244,7 +198,7 @@ class Speculative(Strict):
     """Do not expand a node whose best next token is less probable than this."""
     tree_prune_path_prob: Probability | None = None
     """Do not expand a node whose path from the root is less probable than this."""
-    acceptance: Literal["coupled", "rejection"] | None = None
+    acceptance: Acceptance | None = None
     """The acceptance rule. Both emit the target's distribution."""
     enable_draft_probs: bool | None = None
     """Test drafts against their probabilities; applies to acceptance 'rejection' only."""

@@ -8,16 +8,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from secateur.errors import ConfigError, Problem
+from secateur.settings import EngineSettings, Setting, settings_of
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _COUNT = re.compile(r"(\d+)(?:\.(\d+))?([kKmMgGtT])")
-COUNTS = ("max_model_len", "max_num_batched_tokens")
-"""The settings whose value may have a unit, as in vLLM."""
-DTYPES = {"half": "float16", "float": "float32"}
-"""vLLM's other names of a `dtype`."""
-KV_CACHE_DTYPES = {"fp8_e4m3": "fp8"}
-"""vLLM's other names of a `kv_cache_dtype`."""
-
 _LORA = "adapters are not supported; merge the adapter into the weights"
 _MULTIMODAL = "models are served as text models; leave it out"
 _QUANTISED = "block FP8 and GGUF are read without a setting, other methods are not supported; leave it out"
@@ -255,7 +249,7 @@ def in_our_words(settings: Mapping[str, Any], fields: Collection[str]) -> dict[s
             elif name not in fields and (advice := advice_about(name)):
                 problems.append(Problem(key, f"is a setting of vLLM that Secateur does not have: {advice}"))
             elif key != "speculative_config" or key not in found:
-                found[key] = _READERS.get(key, _same)(value)
+                found[key] = _READERS[key](value) if key in _READERS else value
         except ValueError as error:
             problems += error.problems if isinstance(error, ConfigError) else [Problem(key, str(error))]
     if problems:
@@ -277,22 +271,10 @@ def _put(found: dict[str, Any], settings: Mapping[str, Any], key: str, value: bo
     found[key] = value
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 def _read_length(value: Any) -> Any:
     if isinstance(value, str) and value.lower() == "auto":
         raise ValueError("must be a number; leave it out to have the model's own limit")
     return read_count(value) if isinstance(value, str) else value
-
-
-def _read_dtype(value: Any) -> Any:
-    return DTYPES.get(value, value) if isinstance(value, str) else value
-
-
-def _read_kv_cache_dtype(value: Any) -> Any:
-    return KV_CACHE_DTYPES.get(value, value) if isinstance(value, str) else value
 
 
 def _read_object(value: Any) -> Any:
@@ -322,11 +304,17 @@ def _read_names(value: Any) -> Any:
     return read[0] if isinstance(read, list) and len(read) == 1 else read
 
 
+def _reader(setting: Setting) -> Callable[[Any], Any]:
+    if setting.flag.has_unit:
+        return _read_length
+    if list[str] in setting.kinds:
+        return _read_list
+    names = setting.flag.vllm_values
+    return lambda value: names.get(value, value) if isinstance(value, str) else value
+
+
 _READERS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(COUNTS, _read_length),
-    "dtype": _read_dtype,
-    "kv_cache_dtype": _read_kv_cache_dtype,
+    **{name: _reader(setting) for name, setting in settings_of(EngineSettings).items()},
     "speculative_config": _read_object,
     "served_model_name": _read_names,
-    **dict.fromkeys(("allowed_origins", "allowed_methods", "allowed_headers"), _read_list),
 }

@@ -17,7 +17,6 @@ from secateur.config import (
     resolve_model,
 )
 from secateur.errors import ConfigError
-from secateur.speculative import DEFAULT_TREE_PRUNE
 from secateur.token_tree import check_paths
 
 
@@ -326,7 +325,7 @@ def test_a_threshold_turns_pruning_on():
 
 def test_thresholds_of_zero_are_off():
     spec = SpeculativeConfig(model="x", speculative_tree_prune_min_prob=0.0, speculative_tree_prune_path_prob=0)
-    assert spec.speculative_tree_prune == DEFAULT_TREE_PRUNE
+    assert spec.speculative_tree_prune == "auto"
 
 
 def test_automatic_pruning_may_have_thresholds():
