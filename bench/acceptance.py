@@ -120,10 +120,9 @@ class AcceptanceCell:
         return Speculation(
             num_speculative_tokens=self.num_nodes,
             auto=self.pruning.prune == "auto",
-            min_prob=self.pruning.min_prob,
-            path_prob=self.pruning.path_prob,
             acceptance="coupled" if self.acceptance == "coupled" else "rejection",
             draft_probs=self.acceptance == "rejection",
+            rules={"min_prob": self.pruning.min_prob, "path_prob": self.pruning.path_prob},
         )
 
     def __str__(self) -> str:

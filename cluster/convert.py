@@ -25,7 +25,7 @@ from secateur.errors import ConfigError, Problem
 from secateur.install import install_command
 from secateur.requests import DEFAULTED, ChatCompletionRequest
 from secateur.schema import problems_of
-from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
+from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig, TreeRules
 from workers.models.config_json import read_json
 from workers.models.gguf import convert_weights, describe, is_gguf
 from workers.models.hub import fetch_weights as fetch_from_hub
@@ -331,8 +331,7 @@ def _draft(spec: SpeculativeConfig, target: str) -> DraftConfig:
             static_paths=spec.token_tree or (),
             prune=PruneConfig(
                 auto=spec.speculative_tree_prune == "auto",
-                min_prob=spec.speculative_tree_prune_min_prob,
-                path_prob=spec.speculative_tree_prune_path_prob,
+                **{name: getattr(spec, f"speculative_tree_prune_{name}") for name in TreeRules.names()},
             ),
         ),
         acceptance=AcceptanceConfig(

@@ -15,7 +15,7 @@ from drafter.proposers.base import Proposer
 from drafter.tree.frontier import TreeRequests
 from drafter.tree.grow import grow
 from drafter.tree.policy import TreePolicy
-from workers.config import EngineConfig
+from workers.config import EngineConfig, TreeRules
 from workers.kernels.select import TORCH, Kernels
 from workers.sampling.grammar import Grammars
 from workers.sampling.logits_state import pack_logits_states
@@ -71,7 +71,7 @@ def warm_up_requests(config: EngineConfig, width: int) -> list[DraftRequest]:
     assert config.draft is not None
     tree = config.draft.tree
     num_pages = config.pages_for(2)
-    no_threshold_1, zero_1 = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
+    zero_1 = torch.zeros(1, dtype=torch.int32)
     costs = DraftCosts(
         nodes_T=torch.tensor([0, tree.num_speculative_tokens], dtype=torch.int32),
         verify_ms_T=torch.ones(2),
@@ -89,8 +89,7 @@ def warm_up_requests(config: EngineConfig, width: int) -> list[DraftRequest]:
             auto_B=zero_1 + tree.prune.auto,
             num_nodes_B=zero_1 + tree.num_speculative_tokens,
             max_depth_B=zero_1 + tree.longest_path,
-            min_prob_B=no_threshold_1,
-            path_prob_B=no_threshold_1,
+            rules=TreeRules().each(lambda value: torch.tensor([value])),
             constraints_U=pack_logits_states([None]),
             sampling=SamplingBatch.stack([sampling]),
             costs=costs if tree.prune.auto else None,

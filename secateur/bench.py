@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
 from secateur.schema import Strict
+from secateur.settings import ALL_THRESHOLDS, TREE_RULES
 from secateur.token_tree import MAX_NODES
 
 VARIED = (
@@ -16,9 +17,8 @@ VARIED = (
     "speculative_tree",
     "speculative_token_tree",
     "speculative_tree_prune",
-    "speculative_tree_prune_min_prob",
-    "speculative_tree_prune_path_prob",
-    "speculative_tree_prune_threshold",
+    *TREE_RULES,
+    ALL_THRESHOLDS,
     "acceptance",
     "enable_draft_probs",
 )

@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from secateur.errors import ConfigError, Problem
-from secateur.settings import SERVING, SPECULATION, EngineSettings, Setting, SpeculativeSettings, settings_of
+from secateur.settings import (
+    ALL_THRESHOLDS,
+    SERVING,
+    SPECULATION,
+    TREE_RULES,
+    EngineSettings,
+    Setting,
+    SpeculativeSettings,
+    settings_of,
+)
 from secateur.vllm_names import in_our_words
 
 if TYPE_CHECKING:  # pydantic takes longer to import than --help may take
@@ -209,9 +218,9 @@ def _override(keys: dict[str, Any], speculation: dict[str, Any]) -> dict[str, An
     if {"method", "model"} & keys.keys():
         return keys
     base = dict(speculation)
-    if (both := base.pop("speculative_tree_prune_threshold", None)) is not None:
-        base = {"speculative_tree_prune_min_prob": both, "speculative_tree_prune_path_prob": both} | base
-    if "speculative_tree_prune_threshold" in keys:
+    if (both := base.pop(ALL_THRESHOLDS, None)) is not None:
+        base = dict.fromkeys(TREE_RULES, both) | base
+    if ALL_THRESHOLDS in keys:
         base = {name: value for name, value in base.items() if name not in PRUNING}
     return {**base, **keys}
 

@@ -393,3 +393,8 @@ class SpeculativeSettings(Settings):
     max_model_len: PositiveInt | None = None
     """Longest sequence of the drafter, in tokens. The drafter follows every target sequence, so any value but the
     target's own `max_model_len` is an error."""
+
+
+ALL_THRESHOLDS = "speculative_tree_prune_threshold"
+TREE_RULES = tuple(name for name in settings_of(SpeculativeSettings) if name != ALL_THRESHOLDS)
+"""The thresholds of the pruning rules. A request may set each as `tree_prune_...`; see `workers.config.TreeRules`."""

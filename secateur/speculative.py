@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from secateur.errors import ConfigError, Problem
 from secateur.schema import Strict, normalise_keys
-from secateur.settings import Acceptance, Probability, SpeculativeSettings, TreePrune
+from secateur.settings import TREE_RULES, Acceptance, Probability, SpeculativeSettings, TreePrune
 from secateur.token_tree import MAX_NODES, Path, parse_token_tree
 from secateur.vllm_names import SPECULATIVE_ADVICE
 
@@ -137,14 +137,14 @@ class SpeculativeConfig(SpeculativeSettings, Strict):
         both = self.speculative_tree_prune_threshold
         problems = []
         if both is not None:
-            for name in ("speculative_tree_prune_min_prob", "speculative_tree_prune_path_prob"):
+            for name in TREE_RULES:
                 if name in self.model_fields_set and getattr(self, name) != both:
                     value = getattr(self, name)
                     problems.append(
                         Problem(name, f"{value} contradicts speculative_tree_prune_threshold={both}; keep one")
                     )
-            self._settle(speculative_tree_prune_min_prob=both, speculative_tree_prune_path_prob=both)
-        has_threshold = max(self.speculative_tree_prune_min_prob, self.speculative_tree_prune_path_prob) > 0
+            self._settle(**dict.fromkeys(TREE_RULES, both))
+        has_threshold = any(getattr(self, name) > 0 for name in TREE_RULES)
         if "speculative_tree_prune" not in self.model_fields_set:
             if has_threshold:
                 self._settle(speculative_tree_prune="thresholds")
@@ -214,7 +214,8 @@ class Speculative(Strict):
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
-        if self.tree_prune == "off" and max(self.tree_prune_min_prob or 0.0, self.tree_prune_path_prob or 0.0) > 0:
+        thresholds = [getattr(self, name.removeprefix("speculative_")) for name in TREE_RULES]
+        if self.tree_prune == "off" and any(thresholds):
             raise ConfigError(Problem("tree_prune", OFF_WITH_THRESHOLDS))
         return self
 

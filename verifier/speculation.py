@@ -49,6 +49,5 @@ def tree_limits(submit: Submit, draft: DraftConfig | None) -> TreeLimits | None:
     return TreeLimits(
         num_speculative_tokens=limit,
         auto=tree.prune.auto if asked.auto is None else asked.auto,
-        min_prob=tree.prune.min_prob if asked.min_prob is None else asked.min_prob,
-        path_prob=tree.prune.path_prob if asked.path_prob is None else asked.path_prob,
+        **dict(zip(tree.prune.names(), tree.prune.values, strict=True)) | asked.rules,
     )

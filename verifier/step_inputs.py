@@ -17,6 +17,7 @@ from torch import Tensor
 from verifier.draft_inputs import DraftInput
 from verifier.request import Request
 from verifier.tree import PromptChunk, TreeMetadata, chunk_metadata, tree_metadata
+from workers.config import TreeRules
 from workers.sampling.logits_state import pack_logits_states
 from workers.types import AttentionMetadata, DraftCosts, DraftRequest, SamplingBatch, ScoredRows, TargetStep, TreeBatch
 
@@ -55,8 +56,7 @@ class StepInputs:
             auto_B=_int32([limit.auto for limit in limits]),
             num_nodes_B=_int32([own.num_nodes for own in inputs.values()]),
             max_depth_B=_int32([own.max_depth for own in inputs.values()]),
-            min_prob_B=torch.from_numpy(np.array([limit.min_prob for limit in limits], dtype=np.float32)),
-            path_prob_B=torch.from_numpy(np.array([limit.path_prob for limit in limits], dtype=np.float32)),
+            rules=TreeRules.stack(limits, lambda values: torch.from_numpy(np.array(values, dtype=np.float32))),
             constraints_U=pack_logits_states([request.logits_state(self._eos_token_ids) for request in requests]),
             sampling=params.sampling,
             costs=costs,

@@ -7,8 +7,9 @@ to every process as JSON (`to_json` and `from_json`), and each component gets on
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -33,18 +34,47 @@ class SimulatedCosts:
     level_ms: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PruneThresholds:
-    """Thresholds of dynamic pruning. 0.0 disables one; a node whose probability equals a threshold is kept."""
+Value = TypeVar("Value")
+Other = TypeVar("Other")
+_OFF: Any = 0.0
+_COLUMN = {"memory": "float32"}
+"""A column of these values, as `workers.types.column` describes it."""
 
-    min_prob: float = 0.0
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeRules(Generic[Value]):
+    """Thresholds of dynamic pruning: of the service, of a request, or as columns [B] of a message's requests.
+
+    0.0 disables one; a node whose probability equals a threshold is kept. `drafter.tree.thresholds` applies them.
+    """
+
+    min_prob: Value = field(default=_OFF, metadata=_COLUMN)
     """A node is expanded only if its most likely next token has at least this draft probability."""
-    path_prob: float = 0.0
+    path_prob: Value = field(default=_OFF, metadata=_COLUMN)
     """A node is expanded only if the draft probabilities along its path multiply to at least this value."""
 
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """Return the names of the rules, which are those of the settings behind `speculative_tree_prune_`."""
+        return tuple(rule.name for rule in fields(TreeRules))
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The values of the rules, in their order."""
+        return tuple(getattr(self, name) for name in self.names())
+
+    def each(self, change: Callable[[Value], Other]) -> TreeRules[Other]:
+        """Return the rules with every value changed."""
+        return TreeRules(**dict(zip(self.names(), map(change, self.values), strict=True)))
+
+    @staticmethod
+    def stack(rules: Sequence[TreeRules[Value]], column: Callable[[list[Value]], Other]) -> TreeRules[Other]:
+        """Return the rules of several requests, each made a column of their values."""
+        return TreeRules(**{name: column([getattr(each, name) for each in rules]) for name in TreeRules.names()})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PruneConfig(PruneThresholds):
+class PruneConfig(TreeRules[float]):
     """Dynamic pruning of draft trees.
 
     `auto` chooses budgets from calibrated acceptance probabilities and costs, within the thresholds. Only `auto` uses

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from workers.config import PruneThresholds
+from workers.config import TreeRules
 
 
 class Rule(IntEnum):
@@ -29,7 +29,7 @@ class Rule(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TreeLimits(PruneThresholds):
+class TreeLimits(TreeRules[float]):
     """Limits of one request's trees: the server's TreeConfig narrowed by the request's `speculative` object."""
 
     num_speculative_tokens: int

@@ -9,18 +9,23 @@ int32 or int64 and reals are float32; `workers.comm.wire` narrows them for trans
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from enum import IntEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike
 from torch import Tensor
 
+from workers.config import TreeRules
 from workers.settings import SamplingSettings
 from workers.transfer import all_to_device, to_host
+
+
+def column(memory: str = "int32", *, wire: str | None = None, ndim: int = 1) -> dict[str, Any]:
+    """Describe an array of a message that is not int32 [N]; it may be narrower in transport."""
+    return {"memory": memory, "wire": wire or memory, "ndim": ndim}
 
 
 class NodeKind(IntEnum):
@@ -46,11 +51,13 @@ class TreeBatch:
 
     offsets: Tensor  # [B+1] int32
     token_N: Tensor  # [N] int32
-    parent_N: Tensor  # [N] int32, row within the request, -1 at the root
-    depth_N: Tensor  # [N] int32
-    ancestors_N: Tensor  # [N] int64 bitmask over the request's rows
-    kind_N: Tensor  # [N] uint8, NodeKind
-    weight_N: Tensor  # [N] float32, estimated probability that the node survives verification
+    parent_N: Tensor = field(metadata=column(wire="int16"))  # [N] int32, row within the request, -1 at the root
+    depth_N: Tensor = field(metadata=column(wire="int8"))  # [N] int32
+    ancestors_N: Tensor = field(metadata=column("int64"))  # [N] int64 bitmask over the request's rows
+    kind_N: Tensor = field(metadata=column("uint8"))  # [N] uint8, NodeKind
+    weight_N: Tensor = field(
+        metadata=column("float32", wire="float16")
+    )  # [N] float32, estimated probability that the node survives verification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +70,7 @@ class DraftProbs:
 
     offsets: Tensor  # [N+1] int32
     id_S: Tensor  # [S] int32
-    weight_S: Tensor  # [S] int32, 1 .. 65535
+    weight_S: Tensor = field(metadata=column(wire="uint16"))  # [S] int32, 1 .. 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +87,11 @@ class TreeTrace:
 
     offsets: Tensor  # [G+1] int32
     token_T: Tensor  # int32
-    parent_T: Tensor  # int32, row within the request, -1 at the root
-    depth_T: Tensor  # int32
-    prob_T: Tensor  # float32, q(token | parent); NaN if it is not known
-    weight_T: Tensor  # float32, as in TreeBatch; NaN if it is not known
-    reason_T: Tensor  # uint8, PruneReason
+    parent_T: Tensor = field(metadata=column(wire="int16"))  # int32, row within the request, -1 at the root
+    depth_T: Tensor = field(metadata=column(wire="int8"))  # int32
+    prob_T: Tensor = field(metadata=column("float32"))  # float32, q(token | parent); NaN if it is not known
+    weight_T: Tensor = field(metadata=column("float32", wire="float16"))  # as in TreeBatch; NaN if it is not known
+    reason_T: Tensor = field(metadata=column("uint8"))  # uint8, PruneReason
 
 
 class Verdict(NamedTuple):
@@ -117,28 +124,24 @@ class SamplingNeeds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)  # no slots, because of the cached property
 class SamplingBatch:
-    """SamplingSettings of B rows as tensors."""
+    """SamplingSettings of B rows as tensors [B]: a column has the name of its setting, with _B."""
 
-    temperature_B: Tensor  # float32
-    top_k_B: Tensor  # int32
-    top_p_B: Tensor  # float32
-    min_p_B: Tensor  # float32
-    seed_B: Tensor  # int64
+    temperature_B: Tensor = field(metadata=column("float32"))
+    top_k_B: Tensor
+    top_p_B: Tensor = field(metadata=column("float32"))
+    min_p_B: Tensor = field(metadata=column("float32"))
+    seed_B: Tensor = field(metadata=column("int64"))
 
     @staticmethod
     def stack(params: list[SamplingSettings], device: torch.device | str = "cpu") -> SamplingBatch:
         """Build a batch of one row per entry."""
 
-        def column(values: list[float] | list[int], dtype: DTypeLike) -> Tensor:
-            return torch.from_numpy(np.array(values, dtype=dtype)).to(device)
+        def values(spec: Field[Any]) -> Tensor:
+            dtype = spec.metadata.get("memory", "int32")
+            given = [getattr(each, spec.name.removesuffix("_B")) for each in params]
+            return torch.from_numpy(np.array(list(map(as_signed64, given)) if dtype == "int64" else given, dtype))
 
-        return SamplingBatch(
-            temperature_B=column([p.temperature for p in params], np.float32),
-            top_k_B=column([p.top_k for p in params], np.int32),
-            top_p_B=column([p.top_p for p in params], np.float32),
-            min_p_B=column([p.min_p for p in params], np.float32),
-            seed_B=column([as_signed64(p.seed) for p in params], np.int64),
-        )
+        return SamplingBatch(**{spec.name: values(spec).to(device) for spec in fields(SamplingBatch)})
 
     @cached_property
     def needs(self) -> SamplingNeeds:
@@ -199,11 +202,11 @@ class AttentionMetadata:
     """
 
     query_offsets: np.ndarray  # [B+1] int32, rows of request b
-    page_table_BP: np.ndarray  # [B, P] int32, padded with page 0
+    page_table_BP: np.ndarray = field(metadata=column(ndim=2))  # [B, P] int32, padded with page 0
     base_B: np.ndarray  # [B] int32
     slot_N: np.ndarray  # [N] int32, logical slot the row writes
     visible_N: np.ndarray  # [N] int32
-    ancestors_N: np.ndarray  # [N] int64
+    ancestors_N: np.ndarray = field(metadata=column("int64"))  # [N] int64
 
     @property
     def num_requests(self) -> int:
@@ -245,10 +248,14 @@ class DraftCosts:
     """
 
     nodes_T: Tensor  # [T] int32, ascending from 0
-    verify_ms_T: Tensor  # [T] float32
-    draft_ms_3: Tensor  # [3] float32: input rows and the roots' level; each further level; each node run there
-    base_tokens_1: Tensor  # [1] float32: tokens the step yields without drafts
-    calibration_D2: Tensor  # [D, 2] float32: (a, b) for depth 1 .. D; deeper nodes use the last
+    verify_ms_T: Tensor = field(metadata=column("float32"))  # [T] float32
+    draft_ms_3: Tensor = field(
+        metadata=column("float32")
+    )  # [3] float32: input rows and the roots' level; each further level; each node run there
+    base_tokens_1: Tensor = field(metadata=column("float32"))  # [1] float32: tokens the step yields without drafts
+    calibration_D2: Tensor = field(
+        metadata=column("float32", ndim=2)
+    )  # [D, 2] float32: (a, b) for depth 1 .. D; deeper nodes use the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,17 +272,18 @@ class DraftRequest:
     offsets: Tensor  # [B+1] int32, rows of request b
     start_B: Tensor  # [B] int32, slot of the request's first row
     token_M: Tensor  # [M] int32
-    page_table_BP: Tensor  # [B, P] int32
+    page_table_BP: Tensor = field(metadata=column(ndim=2))  # [B, P] int32
     rule_B: Tensor  # [B] int32, Rule
     auto_B: Tensor  # [B] int32, 1 = the node budget follows from `costs`
     num_nodes_B: Tensor  # [B] int32, most nodes of this step's tree, root excluded
     max_depth_B: Tensor  # [B] int32
-    min_prob_B: Tensor  # [B] float32
-    path_prob_B: Tensor  # [B] float32
-    constraints_U: Tensor  # uint8, see `workers.sampling.logits_state`; empty = no request is constrained
+    rules: TreeRules[Tensor]  # each [B] float32
+    constraints_U: Tensor = field(
+        metadata=column("uint8")
+    )  # uint8, see `workers.sampling.logits_state`; empty = no request is constrained
     sampling: SamplingBatch  # of the B requests
     costs: DraftCosts | None  # None = no request uses `auto`
-    features_MH: Tensor | None  # [M, H] in the drafter's dtype
+    features_MH: Tensor | None = field(metadata={"is_bulk": True})  # [M, H] in the drafter's dtype
     traced_B: Tensor | None = None  # [B] int32, 1 = the reply has a trace of the request's tree; None = nobody asks
 
 
@@ -285,7 +293,7 @@ class DraftReply:
 
     trees: TreeBatch
     probs: DraftProbs | None  # None = no node was sampled
-    pruned_GD: Tensor  # [G, D] int32: nodes that pruning removed at depth 1 .. D
+    pruned_GD: Tensor = field(metadata=column(ndim=2))  # [G, D] int32: nodes that pruning removed at depth 1 .. D
     num_levels: int  # tree levels that were run, the root included
     num_run: int  # rows run through the draft model, padding included, roots excluded
     seconds: float  # time of this step on the drafter's clock
@@ -312,7 +320,9 @@ class TargetStep:
     sample_row_R: Tensor  # [R] int32, rows whose next token is drawn
     request_R: Tensor  # [R] int32, the request that the row belongs to
     draw_index_R: Tensor  # [R] int32, position of the token drawn there
-    constraints_U: Tensor  # uint8, see `workers.sampling.logits_state`; empty = no request is constrained
+    constraints_U: Tensor = field(
+        metadata=column("uint8")
+    )  # uint8, see `workers.sampling.logits_state`; empty = no request is constrained
     attention: AttentionMetadata  # of the N rows
     sampling: SamplingBatch  # of the R sampled rows
     has_logprobs: bool  # some request wants logprobs: rank 0 keeps the logits

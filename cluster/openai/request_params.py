@@ -15,7 +15,7 @@ from cluster.errors import BadRequest
 from secateur.requests import ChatCompletionRequest, SamplingRequest, listed
 from secateur.speculative import Speculative
 from workers.comm.ipc import Speculation, Submit
-from workers.config import EngineConfig
+from workers.config import EngineConfig, TreeRules
 from workers.settings import Constraints, SamplingSettings
 
 
@@ -235,12 +235,12 @@ def _speculation(options: Speculative | None, limits: RequestLimits) -> Speculat
             param="speculative",
         )
     off = options.tree_prune == "off"
+    rules = {name: 0.0 if off else getattr(options, f"tree_prune_{name}") for name in TreeRules.names()}
     return Speculation(
         enabled=options.enabled is not False,
         num_speculative_tokens=nodes,
         auto=None if options.tree_prune is None else options.tree_prune == "auto",
-        min_prob=0.0 if off else options.tree_prune_min_prob,
-        path_prob=0.0 if off else options.tree_prune_path_prob,
+        rules={name: value for name, value in rules.items() if value is not None},
         acceptance=options.acceptance,
         draft_probs=options.enable_draft_probs,
     )

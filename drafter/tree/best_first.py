@@ -74,8 +74,8 @@ class BestFirstGrowth:
         b, limits = frontier.request_F, self._limits
         is_auto_F = limits.is_auto_B[b]
         path_prob_F = self._candidates["path_prob"][self._open]
-        passes_F = passes_min(scores.top_prob_F, limits.min_prob_B[b])
-        passes_F &= passes_path(path_prob_F, limits.path_prob_B[b])
+        passes_F = passes_min(scores.top_prob_F, limits.rules.min_prob[b])
+        passes_F &= passes_path(path_prob_F, limits.rules.path_prob[b])
         weight_FK = scores.weight_FK
         if self._cost_model is not None:
             calibrated_FK = self._cost_model.calibrated(weight_FK, frontier.depth + 1)
@@ -111,7 +111,7 @@ class BestFirstGrowth:
         request, depth = self._candidates["request"], self._candidates["depth"]
         may_open = is_new & (depth < self._limits.max_depth_B[request])
         passes = ~self._limits.is_auto_B[request]
-        passes |= passes_path(self._candidates["path_prob"], self._limits.path_prob_B[request])
+        passes |= passes_path(self._candidates["path_prob"], self._limits.rules.path_prob[request])
         if self._traced_B is not None:
             (fails,) = (may_open & ~passes & self._traced_B[request]).nonzero()
             reason = np.full(len(fails), PruneReason.PATH_PROB.value)

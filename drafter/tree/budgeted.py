@@ -75,7 +75,7 @@ class BudgetedGrowth:
         self._num_levels += 1
         b, row, depth = frontier.request_F, frontier.row_F, frontier.depth
         budget_F = self._budget[b, row]
-        passes_F = passes_min(scores.top_prob_F, self._limits.min_prob_B[b])
+        passes_F = passes_min(scores.top_prob_F, self._limits.rules.min_prob[b])
         self._count_pruned(depth, b[~passes_F], row[~passes_F])
         weight_FK = scores.weight_FK
         if self._cost_model is not None:
@@ -133,7 +133,7 @@ class BudgetedGrowth:
     def _open(self, depth: int, b: np.ndarray, row: np.ndarray) -> Frontier:
         """Return the next frontier: nodes with budget and levels left that pass the path threshold and pay."""
         has_budget = (self._budget[b, row] > 0) & (depth < self._limits.max_depth_B[b])
-        passes = passes_path_F = passes_path(self._path_prob[b, row], self._limits.path_prob_B[b])
+        passes = passes_path_F = passes_path(self._path_prob[b, row], self._limits.rules.path_prob[b])
         if self._cost_model is not None and self._num_levels:
             passes = passes & self._level_pays(b, row, has_budget & passes)
         fails = has_budget & ~passes

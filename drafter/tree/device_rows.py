@@ -62,7 +62,7 @@ class RowParameters(NamedTuple):
         temperature_B = sampling.temperature_B.numpy()
         columns = (
             trees.root_token_B, position_B, has_noise_B,
-            limits.num_nodes_B, limits.max_depth_B, limits.min_prob_B, limits.path_prob_B,
+            limits.num_nodes_B, limits.max_depth_B, *limits.rules.values,
             temperature_B, sampling.top_k_B.numpy(), sampling.top_p_B.numpy(), sampling.min_p_B.numpy(),
             confidence_tau(temperature_B, limits.rule_B == Rule.COUPLED.value), *penalties_B3.T,
             limits.is_auto_B,

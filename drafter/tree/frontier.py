@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.config import TreeRules
 from workers.kernels.select import TORCH, Kernels
 from workers.sampling.gumbel_cache import GumbelCache
 from workers.sampling.logits_edits import Columns
@@ -86,8 +87,7 @@ class GrowLimits:
 
     num_nodes_B: np.ndarray
     max_depth_B: np.ndarray
-    min_prob_B: np.ndarray
-    path_prob_B: np.ndarray
+    rules: TreeRules[np.ndarray]
     rule_B: np.ndarray  # workers.settings.Rule
     auto_B: np.ndarray  # > 0: the tree's size follows the cost model
     is_hybrid: bool = False  # all children of a sampled node but the last are its most likely tokens
@@ -135,8 +135,7 @@ class TreeRequests:
             limits=GrowLimits(
                 num_nodes_B=own(message.num_nodes_B),
                 max_depth_B=own(message.max_depth_B),
-                min_prob_B=own(message.min_prob_B),
-                path_prob_B=own(message.path_prob_B),
+                rules=message.rules.each(own),
                 rule_B=own(message.rule_B),
                 auto_B=own(message.auto_B),
                 is_hybrid=is_hybrid,

@@ -27,7 +27,7 @@ def prune(nodes: TreeNodes, limits: GrowLimits) -> tuple[TreeNodes, TreeNodes, P
     parent_N = first_B[nodes.request_N] + nodes.parent_row_N  # a node's row is its index among those of its request
     child_C = (is_pruned_N & ~is_pruned_N[parent_N]).nonzero()[0]
     request_C, parent_prob_C = nodes.request_N[child_C], nodes.path_prob_N[parent_N[child_C]]
-    fails_path_C = ~passes_path(parent_prob_C, limits.path_prob_B[request_C])
+    fails_path_C = ~passes_path(parent_prob_C, limits.rules.path_prob[request_C])
     children = PrunedNodes(
         request_P=request_C,
         parent_row_P=nodes.parent_row_N[child_C],

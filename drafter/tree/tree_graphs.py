@@ -144,7 +144,7 @@ class TreeGraphs:
         and not be traced, since a graph neither counts nor names what is kept out of it.
         """
         limits = trees.limits
-        has_thresholds = limits.min_prob_B.any() or limits.path_prob_B.any()
+        has_thresholds = any(column_B.any() for column_B in limits.rules.values)
         if (
             limits.is_sampled_B.any()
             or (self._shape is not None and (has_thresholds or trees.traced_B is not None))

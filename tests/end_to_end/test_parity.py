@@ -107,10 +107,10 @@ def test_seeded_tokens_do_not_depend_on_the_request_s_own_speculation(
         Speculation(enabled=False),
         Speculation(num_speculative_tokens=1),
         Speculation(num_speculative_tokens=5),
-        Speculation(min_prob=0.3),
-        Speculation(path_prob=0.1),
-        Speculation(min_prob=1.0),
-        Speculation(min_prob=0.2, path_prob=0.05, num_speculative_tokens=9),
+        Speculation(rules={"min_prob": 0.3}),
+        Speculation(rules={"path_prob": 0.1}),
+        Speculation(rules={"min_prob": 1.0}),
+        Speculation(num_speculative_tokens=9, rules={"min_prob": 0.2, "path_prob": 0.05}),
     ]
     jobs = [replace(job, speculation=settings[i % len(settings)]) for i, job in enumerate(seeded_jobs(some_prompts))]
     with Runner(bundled(DYNAMIC)) as running:

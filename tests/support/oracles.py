@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from drafter.tree.frontier import GrowLimits
+from workers.config import TreeRules
 from workers.settings import Constraints, Rule
 from workers.types import NodeKind, TreeBatch
 
@@ -196,8 +197,10 @@ def limits(
     return GrowLimits(
         num_nodes_B=np.array(num_nodes, dtype=np.int64),
         max_depth_B=np.array(max_depth, dtype=np.int64),
-        min_prob_B=np.array(min_prob or nothing, dtype=np.float32),
-        path_prob_B=np.array(path_prob or nothing, dtype=np.float32),
+        rules=TreeRules(
+            min_prob=np.array(min_prob or nothing, dtype=np.float32),
+            path_prob=np.array(path_prob or nothing, dtype=np.float32),
+        ),
         rule_B=np.array(rule or nothing, dtype=np.int64),
         auto_B=np.array(auto or nothing, dtype=np.int64),
         is_hybrid=is_hybrid,

@@ -68,8 +68,8 @@ def test_the_rule_is_the_requests_where_service_and_temperature_allow_it(
         ({"num_speculative_tokens": 0}, TreeLimits(num_speculative_tokens=0, auto=True, min_prob=0.2, path_prob=0.1)),
         ({"num_speculative_tokens": 7}, TreeLimits(num_speculative_tokens=6, auto=True, min_prob=0.2, path_prob=0.1)),
         ({"auto": False}, TreeLimits(num_speculative_tokens=6, auto=False, min_prob=0.2, path_prob=0.1)),
-        ({"min_prob": 0.0}, TreeLimits(num_speculative_tokens=6, auto=True, min_prob=0.0, path_prob=0.1)),
-        ({"path_prob": 0.0}, TreeLimits(num_speculative_tokens=6, auto=True, min_prob=0.2, path_prob=0.0)),
+        ({"rules": {"min_prob": 0.0}}, TreeLimits(num_speculative_tokens=6, auto=True, min_prob=0.0, path_prob=0.1)),
+        ({"rules": {"path_prob": 0.0}}, TreeLimits(num_speculative_tokens=6, auto=True, min_prob=0.2, path_prob=0.0)),
         ({"enabled": False}, None),
     ],
 )

@@ -285,8 +285,8 @@ def test_a_request_brings_its_own_thresholds():
     prune = PruneConfig(min_prob=0.25, path_prob=0.5)
     with Bench(Counting(), "eagle3", TreeConfig(kind="chain", num_speculative_tokens=3, prune=prune)) as bench:
         bench.ask([1], 6)
-        bench.ask([1], 6, speculation=Speculation(min_prob=0.0, path_prob=0.75))
-        limits = {(float(r.min_prob_B), float(r.path_prob_B)) for r in bench.drafter.requests}
+        bench.ask([1], 6, speculation=Speculation(rules={"min_prob": 0.0, "path_prob": 0.75}))
+        limits = {tuple(map(float, r.rules.values)) for r in bench.drafter.requests}
         assert limits == {(0.25, 0.5), (0.0, 0.75)}
 
 
@@ -584,7 +584,7 @@ def test_a_crowd_of_random_requests_with_aborts_leave_every_page_free(method, tr
                 )
                 speculation = Speculation(
                     enabled=rng.random() < 0.8, num_speculative_tokens=rng.choice([None, None, 0, 1, 4]),
-                    min_prob=rng.choice([None, 0.3]), path_prob=rng.choice([None, 0.1]),
+                    rules=rng.choice([{}, {"min_prob": 0.3}, {"path_prob": 0.1}, {"min_prob": 0.3, "path_prob": 0.1}]),
                 )  # fmt: skip
                 max_tokens = rng.randint(1, 30)
                 ignore_eos = rng.random() < 0.5

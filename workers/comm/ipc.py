@@ -33,8 +33,7 @@ class Speculation:
     enabled: bool = True
     num_speculative_tokens: int | None = None
     auto: bool | None = None
-    min_prob: float | None = None
-    path_prob: float | None = None
+    rules: dict[str, float] = field(default_factory=dict)  # those of `TreeRules` that the request sets
     acceptance: str | None = None  # "coupled" | "rejection"
     draft_probs: bool | None = None
 

@@ -8,29 +8,19 @@ the device while the host reads the rest. Collectives reject uint16, int16 and u
 from __future__ import annotations
 
 import math
+from dataclasses import Field, fields
 from enum import IntEnum
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from workers.types import (
-    AttentionMetadata,
-    DraftCosts,
-    DraftProbs,
-    DraftReply,
-    DraftRequest,
-    SamplingBatch,
-    ScoredRows,
-    TargetStep,
-    TreeBatch,
-    TreeTrace,
-)
+from workers.types import DraftReply, DraftRequest, TargetStep
 
 _ALIGN = 16
 _PADDING = [bytes(count) for count in range(_ALIGN)]
-_I32, _I64, _F32, _U8 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32), np.dtype(np.uint8)
 
 
 class Kind(IntEnum):
@@ -44,75 +34,83 @@ class Kind(IntEnum):
     PROBE = 5
 
 
-class Field(NamedTuple):
-    """One field: its width on the wire, its dtype in memory, its rank, and whether it is an array or a tensor."""
+class Column(NamedTuple):
+    """One array: its width on the wire, its dtype in memory, its rank, and whether it is an array or a tensor."""
 
     name: str
     wire: np.dtype
     memory: np.dtype
-    ndim: int = 1
-    is_array: bool = False
+    ndim: int
+    is_array: bool
 
 
-def _ints(*names: str) -> list[Field]:
-    return [Field(name, _I32, _I32) for name in names]
+class Part(NamedTuple):
+    """Arrays that are there together, or none of them: a message's own, or those of one of its fields."""
+
+    name: str
+    """The field; "" = the message itself."""
+    kind: type | None
+    """The class of the field's value; None = these are arrays of the message."""
+    columns: list[Column]
+
+    def of(self, message: Any) -> Any:
+        """Return what has the arrays; None = nothing."""
+        return message if self.kind is None else getattr(message, self.name)
 
 
-TREE_FIELDS = [
-    *_ints("offsets", "token_N"),
-    Field("parent_N", np.dtype(np.int16), _I32),
-    Field("depth_N", np.dtype(np.int8), _I32),
-    Field("ancestors_N", _I64, _I64),
-    Field("kind_N", _U8, _U8),
-    Field("weight_N", np.dtype(np.float16), _F32),
-]
-SAMPLING_FIELDS = [
-    Field("temperature_B", _F32, _F32),
-    Field("top_k_B", _I32, _I32),
-    Field("top_p_B", _F32, _F32),
-    Field("min_p_B", _F32, _F32),
-    Field("seed_B", _I64, _I64),
-]
-ATTENTION_FIELDS = [
-    Field("query_offsets", _I32, _I32, is_array=True),
-    Field("page_table_BP", _I32, _I32, ndim=2, is_array=True),
-    *(Field(name, _I32, _I32, is_array=True) for name in ("base_B", "slot_N", "visible_N")),
-    Field("ancestors_N", _I64, _I64, is_array=True),
-]
-PROBS_FIELDS = [*_ints("offsets", "id_S"), Field("weight_S", np.dtype(np.uint16), _I32)]
-REQUEST_FIELDS = [
-    *_ints("offsets", "start_B", "token_M"),
-    Field("page_table_BP", _I32, _I32, ndim=2),
-    *_ints("rule_B", "auto_B", "num_nodes_B", "max_depth_B"),
-    Field("min_prob_B", _F32, _F32),
-    Field("path_prob_B", _F32, _F32),
-    Field("constraints_U", _U8, _U8),
-]
-COST_FIELDS = [
-    *_ints("nodes_T"),
-    Field("verify_ms_T", _F32, _F32),
-    Field("draft_ms_3", _F32, _F32),
-    Field("base_tokens_1", _F32, _F32),
-    Field("calibration_D2", _F32, _F32, ndim=2),
-]
-TRACED_FIELDS = _ints("traced_B")
-TRACE_FIELDS = [
-    *_ints("offsets", "token_T"),
-    Field("parent_T", np.dtype(np.int16), _I32),
-    Field("depth_T", np.dtype(np.int8), _I32),
-    Field("prob_T", _F32, _F32),
-    Field("weight_T", np.dtype(np.float16), _F32),
-    Field("reason_T", _U8, _U8),
-]
-PRUNED_FIELDS = [Field("pruned_GD", _I32, _I32, ndim=2)]
-STEP_FIELDS = [
-    *_ints("copy_source", "copy_target", "token_N", "position_N"),
-    *_ints("sample_row_R", "request_R", "draw_index_R"),
-    Field("constraints_U", _U8, _U8),
-]
-SCORED_FIELDS = _ints("row_S", "token_S", "num_top_S")
+class Layout(NamedTuple):
+    """How a class of messages travels."""
+
+    parts: list[Part]
+    scalars: dict[str, type]
+    """Booleans, integers, and times in seconds, which travel in microseconds."""
+    bulk: str | None
+
+    @staticmethod
+    def of(message: type) -> Layout:
+        """Read the fields of a class; `workers.types.column` describes its arrays."""
+        own: list[Column] = []
+        layout, bulk = Layout([Part("", None, own)], {}, None), None
+        hints = get_type_hints(message)
+        for spec in fields(message):
+            hint = hints[spec.name]
+            is_optional = isinstance(hint, UnionType)
+            kind = get_args(hint)[0] if is_optional else hint
+            if spec.metadata.get("is_bulk"):
+                bulk = spec.name
+            elif kind in (bool, int, float):
+                layout.scalars[spec.name] = kind
+            elif kind not in (Tensor, np.ndarray):
+                kind = get_origin(kind) or kind
+                layout.parts.append(Part(spec.name, kind, _columns_of(kind)))
+            elif is_optional:
+                layout.parts.append(Part(spec.name, None, [_column_of(spec, kind)]))
+            else:
+                own.append(_column_of(spec, kind))
+        return layout._replace(bulk=bulk)
+
+
+def _columns_of(kind: type) -> list[Column]:
+    hints = get_type_hints(kind)
+    return [_column_of(spec, hints[spec.name]) for spec in fields(kind)]
+
+
+def _column_of(spec: Field[Any], kind: Any) -> Column:
+    memory = spec.metadata.get("memory", "int32")
+    wire, ndim = spec.metadata.get("wire", memory), spec.metadata.get("ndim", 1)
+    return Column(spec.name, np.dtype(wire), np.dtype(memory), ndim, kind is np.ndarray)
+
 
 Message = DraftRequest | DraftReply | TargetStep
+_MESSAGES: dict[Kind, type[Message]] = {
+    Kind.DRAFT_REQUEST: DraftRequest,
+    Kind.DRAFT_REPLY: DraftReply,
+    Kind.TARGET_STEP: TargetStep,
+}
+_KINDS = {message: kind for kind, message in _MESSAGES.items()}
+_LAYOUTS = {kind: Layout.of(message) for kind, message in _MESSAGES.items()}
+_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+_MOST = 2**31 - 1
 EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
@@ -126,79 +124,46 @@ class Packed(NamedTuple):
 
 def pack(message: Message) -> Packed:
     """Convert a message to bytes. Raises OverflowError if a value does not fit its wire width."""
-    match message:
-        case DraftRequest():
-            features = message.features_MH
-            bulk = EMPTY if features is None else features.contiguous().reshape(-1).view(torch.uint8)
-            width = [-1, 0] if features is None else [features.shape[1], _DTYPES.index(features.dtype)]
-            parts = [(REQUEST_FIELDS, message), (SAMPLING_FIELDS, message.sampling), (COST_FIELDS, message.costs)]
-            parts.append((TRACED_FIELDS, message))
-            return Packed(Kind.DRAFT_REQUEST, _pack_fields(parts, width), bulk)
-        case DraftReply():
-            parts = [(TREE_FIELDS, message.trees), (PROBS_FIELDS, message.probs), (PRUNED_FIELDS, message)]
-            parts.append((TRACE_FIELDS, message.trace))
-            scalars = [min(int(message.seconds * 1e6), 2**31 - 1), message.num_levels, message.num_run]
-            return Packed(Kind.DRAFT_REPLY, _pack_fields(parts, scalars), EMPTY)
-        case TargetStep():
-            parts = [(STEP_FIELDS, message), (ATTENTION_FIELDS, message.attention), (SAMPLING_FIELDS, message.sampling)]
-            parts.append((SCORED_FIELDS, message.scored))
-            scalars = [int(message.has_logprobs), int(message.has_sampled), int(message.has_draws)]
-            return Packed(Kind.TARGET_STEP, _pack_fields(parts, scalars), EMPTY)
+    kind = _KINDS[type(message)]
+    layout, bulk = _LAYOUTS[kind], EMPTY
+    scalars = [
+        min(int(1e6 * getattr(message, name)), _MOST) if type is float else int(getattr(message, name))
+        for name, type in layout.scalars.items()
+    ]
+    if layout.bulk is not None:
+        rows = getattr(message, layout.bulk)
+        scalars += [-1, 0] if rows is None else [rows.shape[1], _DTYPES.index(rows.dtype)]
+        bulk = EMPTY if rows is None else rows.contiguous().reshape(-1).view(torch.uint8)
+    return Packed(kind, _pack_parts([(part.columns, part.of(message)) for part in layout.parts], scalars), bulk)
 
 
 def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
     """Convert bytes to a message. Its fields are on the CPU, copied, except for the bulk field, a view of `bulk`."""
-    match kind:
-        case Kind.DRAFT_REQUEST:
-            parts = [REQUEST_FIELDS, SAMPLING_FIELDS, COST_FIELDS, TRACED_FIELDS]
-            (fields, sampling, costs, traced), (width, dtype) = _unpack_fields(parts, meta, num_scalars=2)
-            assert fields is not None and sampling is not None
-            return DraftRequest(
-                **fields,
-                sampling=SamplingBatch(**sampling),
-                costs=DraftCosts(**costs) if costs else None,
-                features_MH=None if width < 0 else bulk.view(_DTYPES[dtype]).reshape(-1, width),
-                traced_B=traced["traced_B"] if traced else None,
-            )
-        case Kind.DRAFT_REPLY:
-            parts = [TREE_FIELDS, PROBS_FIELDS, PRUNED_FIELDS, TRACE_FIELDS]
-            (tree, probs, pruned, trace), scalars = _unpack_fields(parts, meta, num_scalars=3)
-            microseconds, num_levels, num_run = scalars
-            assert tree is not None and pruned is not None
-            return DraftReply(
-                trees=TreeBatch(**tree),
-                probs=DraftProbs(**probs) if probs else None,
-                pruned_GD=pruned["pruned_GD"],
-                num_levels=num_levels,
-                num_run=num_run,
-                seconds=microseconds * 1e-6,
-                trace=TreeTrace(**trace) if trace else None,
-            )
-        case Kind.TARGET_STEP:
-            parts = [STEP_FIELDS, ATTENTION_FIELDS, SAMPLING_FIELDS, SCORED_FIELDS]
-            (fields, attention, sampling, scored), flags = _unpack_fields(parts, meta, num_scalars=3)
-            assert fields is not None and attention is not None and sampling is not None
-            return TargetStep(
-                **fields,
-                attention=AttentionMetadata(**attention),
-                sampling=SamplingBatch(**sampling),
-                has_logprobs=bool(flags[0]),
-                has_sampled=bool(flags[1]),
-                has_draws=bool(flags[2]),
-                scored=ScoredRows(**scored) if scored else None,
-            )
-        case _:
-            raise ValueError(f"a {kind.name} frame carries no message")
+    if kind not in _LAYOUTS:
+        raise ValueError(f"a {kind.name} frame carries no message")
+    layout = _LAYOUTS[kind]
+    num_scalars = len(layout.scalars) + 2 * (layout.bulk is not None)
+    values, scalars = _unpack_parts([part.columns for part in layout.parts], meta, num_scalars)
+    found: dict[str, Any] = {
+        name: number * 1e-6 if type is float else type(number)
+        for (name, type), number in zip(layout.scalars.items(), scalars, strict=False)
+    }
+    for part, value in zip(layout.parts, values, strict=True):
+        if part.kind is None:
+            found |= {part.name: None} if value is None else value
+        else:
+            found[part.name] = None if value is None else part.kind(**value)
+    if layout.bulk is not None:
+        width, dtype = scalars[-2:]
+        found[layout.bulk] = None if width < 0 else bulk.view(_DTYPES[dtype]).reshape(-1, width)
+    return _MESSAGES[kind](**found)
 
 
-_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def _pack_fields(parts: list[tuple[list[Field], Any]], scalars: list[int]) -> Tensor:
+def _pack_parts(parts: list[tuple[list[Column], Any]], scalars: list[int]) -> Tensor:
     dims: list[int] = list(scalars)
     pieces: list[bytes] = []
-    for fields, value in parts:
-        for spec in fields:
+    for columns, value in parts:
+        for spec in columns:
             array = None if value is None else getattr(value, spec.name)
             if array is None:
                 dims += [-1] * spec.ndim
@@ -213,18 +178,18 @@ def _pack_fields(parts: list[tuple[list[Field], Any]], scalars: list[int]) -> Te
     return torch.frombuffer(bytearray().join((table, _PADDING[-len(table) % _ALIGN], *pieces)), dtype=torch.uint8)
 
 
-def _unpack_fields(
-    parts: list[list[Field]], meta: Tensor, num_scalars: int
+def _unpack_parts(
+    parts: list[list[Column]], meta: Tensor, num_scalars: int
 ) -> tuple[list[dict[str, Any] | None], list[int]]:
     data = meta.numpy().copy()  # the channel reuses its buffer
-    num_dims = num_scalars + sum(spec.ndim for fields in parts for spec in fields)
+    num_dims = num_scalars + sum(spec.ndim for columns in parts for spec in columns)
     table = data[: 4 * num_dims].view(np.int32).tolist()
     scalars, at = table[:num_scalars], num_scalars
     begin = _aligned(4 * num_dims)
     values: list[dict[str, Any] | None] = []
-    for fields in parts:
+    for columns in parts:
         value: dict[str, Any] | None = {}
-        for spec in fields:
+        for spec in columns:
             shape = table[at : at + spec.ndim]
             at += spec.ndim
             if shape[0] < 0:
@@ -242,7 +207,7 @@ def _unpack_fields(
     return values, scalars
 
 
-def _narrow(spec: Field, array: np.ndarray) -> np.ndarray:
+def _narrow(spec: Column, array: np.ndarray) -> np.ndarray:
     assert array.dtype == spec.memory and array.ndim == spec.ndim, (spec, array.dtype, array.shape)
     if spec.wire is spec.memory:
         return array

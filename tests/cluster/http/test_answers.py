@@ -185,8 +185,8 @@ def test_sampling_parameters_reach_the_engine(http: httpx2.Client, service: Fake
     assert (submit.sampling.temperature, submit.sampling.top_k, submit.sampling.top_p) == (0.5, 0, 0.9)
     assert (submit.sampling.min_p, submit.sampling.seed) == (0.1, -7)
     assert (submit.stop_token_ids, submit.ignore_eos) == ([5], True)
-    assert (submit.speculation.num_speculative_tokens, submit.speculation.min_prob) == (4, 0.2)
-    assert (submit.speculation.enabled, submit.speculation.path_prob) == (True, None)
+    assert (submit.speculation.num_speculative_tokens, submit.speculation.rules) == (4, {"min_prob": 0.2})
+    assert submit.speculation.enabled
 
 
 def test_parameters_left_out_come_from_the_models_generation_config(own: Callable[..., FakeService]) -> None:

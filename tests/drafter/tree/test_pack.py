@@ -9,6 +9,7 @@ from drafter.tree.cost_model import TreeCostModel
 from drafter.tree.frontier import GrowLimits, TreeNodes
 from drafter.tree.pack import cut, pack_trees
 from tests.support.draft_costs import FREE
+from workers.config import TreeRules
 from workers.settings import Rule
 
 
@@ -56,7 +57,7 @@ def test_the_cut_keeps_the_best_nodes_and_the_best_of_each_request(seed: int) ->
     nodes = trees(rng, sizes, width=4)
     is_auto_B = rng.random(4) < 0.7
     limits = GrowLimits(
-        num_nodes_B=np.full(4, 20), max_depth_B=np.full(4, 20), min_prob_B=np.zeros(4), path_prob_B=np.zeros(4),
+        num_nodes_B=np.full(4, 20), max_depth_B=np.full(4, 20), rules=TreeRules().each(lambda _: np.zeros(4)),
         rule_B=np.full(4, Rule.COUPLED.value), auto_B=is_auto_B.astype(np.int32),
     )  # fmt: skip
     costs = TreeCostModel(FREE)
@@ -74,7 +75,7 @@ def test_of_equal_nodes_the_cut_keeps_the_first() -> None:
     nodes = trees(np.random.default_rng(0), [num + 1], width=1)
     nodes = nodes._replace(weight_N=np.tile(np.array([0.5, 0.25], dtype=np.float32), num)[: num + 1])
     limits = GrowLimits(
-        num_nodes_B=np.full(1, num), max_depth_B=np.full(1, num), min_prob_B=np.zeros(1), path_prob_B=np.zeros(1),
+        num_nodes_B=np.full(1, num), max_depth_B=np.full(1, num), rules=TreeRules().each(lambda _: np.zeros(1)),
         rule_B=np.full(1, Rule.COUPLED.value), auto_B=np.ones(1, dtype=np.int32),
     )  # fmt: skip
     costs = TreeCostModel(FREE)

@@ -12,7 +12,7 @@ def test_a_higher_threshold_verifies_fewer_nodes_and_changes_no_output(name: str
     verified, outputs = [], []
     with Runner(bundled(pruned())) as runner:
         for threshold in (0.0, 0.1, 0.3, 0.7):
-            speculation = Speculation(**{name: threshold})
+            speculation = Speculation(rules={name: threshold})
             answers = runner.run([GenerationJob(prompt=p, speculation=speculation) for p in prompts(6)], concurrency=4)
             outputs.append([answer.tokens for answer in answers])
             verified.append(sum(answer.stats.num_verified_tokens for answer in answers))

@@ -25,7 +25,7 @@ from tests.support.clockwork import AUTO, ClockCosts, bench
 from tests.support.draft_costs import FREE
 from tests.support.engines import AUTO as ENGINES_AUTO
 from tests.support.engines import BUNDLED, bundled
-from workers.config import PruneConfig, TreeConfig
+from workers.config import PruneConfig, TreeConfig, TreeRules
 from workers.kernels.interpreted import is_interpreted
 from workers.kernels.select import TORCH
 from workers.kv_cache import KVPool
@@ -83,8 +83,7 @@ def message(
         auto_B=torch.ones(size, dtype=torch.int32),
         num_nodes_B=nodes,
         max_depth_B=depths,
-        min_prob_B=torch.zeros(size),
-        path_prob_B=torch.zeros(size),
+        rules=TreeRules().each(lambda _: torch.zeros(size)),
         sampling=SamplingBatch.stack(sampling),
         constraints_U=pack_logits_states(
             [None if p.constraints.is_empty else logits_state(p.constraints) for p in sampling]

@@ -16,7 +16,7 @@ from workers.comm.channel import DevicePart, PeerLost, faster_link, link_between
 from workers.comm.groups import World
 from workers.comm.host_link import connect_through, offer_through
 from workers.comm.wire import Kind
-from workers.config import DraftConfig, EngineConfig
+from workers.config import DraftConfig, EngineConfig, TreeRules
 from workers.settings import SamplingSettings
 from workers.types import AttentionMetadata, DraftReply, DraftRequest, SamplingBatch, TargetStep, TreeBatch
 
@@ -51,7 +51,7 @@ def draft_request(rows: int, width: int | None) -> DraftRequest:
         start_B=one, rule_B=one, auto_B=one, num_nodes_B=one, max_depth_B=one,
         token_M=torch.from_numpy(rng.integers(0, 2**31, size=rows).astype(np.int32)),
         page_table_BP=torch.zeros(1, 3, dtype=torch.int32),
-        min_prob_B=torch.zeros(1), path_prob_B=torch.zeros(1),
+        rules=TreeRules().each(lambda _: torch.zeros(1)),
         constraints_U=none.byte(), sampling=sampling, costs=None,
         features_MH=None if width is None else torch.from_numpy(rng.normal(size=(rows, width)).astype(np.float32)),
     )  # fmt: skip

@@ -53,7 +53,7 @@ MESSAGES = [
         ignore_eos=True,
         has_trees=True,
         num_prompt_logprobs=0,
-        speculation=Speculation(enabled=False, num_speculative_tokens=0, min_prob=0.1, path_prob=0.0),
+        speculation=Speculation(enabled=False, num_speculative_tokens=0, rules={"min_prob": 0.1, "path_prob": 0.0}),
     ),
     Submit(
         id=6,

