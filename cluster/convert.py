@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from cluster.copying import copied
 from cluster.system.cores import num_cores
 from cluster.system.gpus import gpu_names
 from cluster.system.progress import Progress
@@ -25,7 +26,7 @@ from secateur.errors import ConfigError, Problem
 from secateur.install import install_command
 from secateur.requests import DEFAULTED, ChatCompletionRequest
 from secateur.schema import problems_of
-from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig, TreeRules
+from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.models.config_json import read_json
 from workers.models.gguf import convert_weights, describe, is_gguf
 from workers.models.hub import fetch_weights as fetch_from_hub
@@ -73,24 +74,16 @@ def placement_config(args: EngineArgs) -> EngineConfig:
     if args.threads is not None and args.device == "cuda":
         raise ConfigError(Problem("threads", "applies on CPU only; leave it out"))
     spec = args.speculative_config
-    return EngineConfig(
+    return copied(
+        EngineConfig,
+        args,
         model_path=args.model,
-        tensor_parallel_size=args.tensor_parallel_size,
-        device=args.device,
-        kv_cache_dtype=args.kv_cache_dtype,
         max_model_len=args.max_model_len or _UNKNOWN_MODEL_LEN,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        page_size=args.page_size,
-        num_pages=args.num_pages,
-        enable_prefix_caching=args.enable_prefix_caching,
-        scheduling_policy=args.scheduling_policy,
+        dtype="float32",  # this and `threads` depend on the model
+        threads=1,
         memory_utilization=args.gpu_memory_utilization,
-        kernels=args.kernels,
-        enforce_eager=args.enforce_eager,
         hang_timeout_s=args.hang_timeout,
         startup_timeout_s=args.startup_timeout,
-        standby=args.standby,
         draft=_draft(spec, args.model) if spec else None,
     )
 
@@ -313,31 +306,31 @@ def _too_few(sizes: str, need: int, num_gpus: int, instead: str) -> ConfigError:
 
 
 def _draft(spec: SpeculativeConfig, target: str) -> DraftConfig:
-    return DraftConfig(
+    return copied(
+        DraftConfig,
+        spec,
+        "draft_",
         method=spec.method,
         model_path=target if spec.method == "mtp" else spec.model or "",
         prompt_lookup_min=spec.prompt_lookup_min or 0,
         prompt_lookup_max=spec.prompt_lookup_max or 0,
-        tensor_parallel_size=spec.draft_tensor_parallel_size,
         # N-gram lookup needs no device.
         placement=spec.draft_placement or ("colocated" if spec.method == "ngram" else "dedicated"),
-        link=spec.draft_link,
-        fallback=spec.draft_fallback,
-        tree=TreeConfig(
+        tree=copied(
+            TreeConfig,
+            spec,
+            "speculative_tree_",
             kind=spec.speculative_tree,
             num_speculative_tokens=spec.num_speculative_tokens,
-            max_depth=spec.speculative_tree_max_depth,
-            max_children=spec.speculative_tree_max_children,
             static_paths=spec.token_tree or (),
-            prune=PruneConfig(
-                auto=spec.speculative_tree_prune == "auto",
-                **{name: getattr(spec, f"speculative_tree_prune_{name}") for name in TreeRules.names()},
-            ),
+            prune=copied(PruneConfig, spec, "speculative_tree_prune_", auto=spec.speculative_tree_prune == "auto"),
         ),
-        acceptance=AcceptanceConfig(
+        acceptance=copied(
+            AcceptanceConfig,
+            spec,
+            "draft_",
             kind=spec.acceptance,
             rejection_method=spec.rejection_method,
-            sample_method=spec.draft_sample_method,
             draft_probs=spec.enable_draft_probs,
             min_temperature=spec.draft_probs_min_temperature,
         ),

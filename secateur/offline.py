@@ -12,19 +12,25 @@ or with this process.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
 from secateur.install import service_part
 from secateur.outputs import RequestOutput
-from secateur.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
+from secateur.requests import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationSettings,
+    NumLogprobs,
+    NumTokens,
+    SamplingRequest,
+)
 from secateur.schema import problems_of
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -33,40 +39,29 @@ Conversation = Sequence[Mapping[str, Any]]
 _Body = TypeVar("_Body", bound=SamplingRequest)
 
 
-@dataclass(kw_only=True)
-class SamplingParams:
-    """How to sample, with vLLM's names and defaults; the fields are those of an HTTP request. None = not given."""
+class SamplingParams(GenerationSettings):
+    """How to sample, with vLLM's names and defaults; the fields are those of an HTTP request. None = not given.
 
-    n: int = 1
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = 16
+    Raises ConfigError.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_tokens: Annotated[NumTokens, Field(ge=1)] | None = DEFAULT_COMPLETION_TOKENS
     """None = to the end of the context."""
-    min_tokens: int = 0
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    """The structure of the answer, as in a request: exactly one of json, regex, choice, grammar and json_object."""
-    logprobs: int | None = None
+    logprobs: NumLogprobs | None = None
     """Most likely tokens to report per token, beside the token itself."""
-    logprob_token_ids: list[int] | None = None
-    """Report these tokens instead of the most likely ones."""
-    prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
-    speculative: dict[str, Any] | None = None
-    """Settings of speculation, as in a request; {"enabled": False} decodes without a drafter."""
+
+    def __init__(self, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise ConfigError(*problems_of(error, type(self).model_fields)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None or name == "max_tokens"}
 
 
 class _Completion(CompletionRequest):
@@ -176,7 +171,7 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
 
 def _body(model: type[_Body], params: SamplingParams, **fields: Any) -> _Body:
     """Return a prompt and its parameters as the body of a request, which has the checks."""
-    given = {name: value for name, value in dataclasses.asdict(params).items() if value is not None}
+    given = {"max_tokens": params.max_tokens, **params.model_dump(exclude_unset=True, by_alias=True)}
     num_logprobs = given.pop("logprobs", 0 if params.logprob_token_ids is not None else None)
     if num_logprobs is not None:
         is_chat = model is ChatCompletionRequest

@@ -197,13 +197,9 @@ class StructuredOutputs(Body):
         return Structure("json", _ANY_OBJECT if self.json_ is None else self.json_, param, whitespace)
 
 
-class SamplingRequest(Body):
-    """Fields that completions and chat completions share."""
+class SamplingSettings(Body):
+    """How to sample, how to draft, and when: what completions, chats, responses and `secateur.LLM` share."""
 
-    model: str | None = None
-    """None = the service's only model."""
-    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = 1
-    """Answers per prompt."""
     temperature: Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)] = 1.0
     """Divides the logits before sampling; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -215,13 +211,6 @@ class SamplingRequest(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """The same seed gives the same answer, up to near-ties of rounding, except under `rejection`. None takes the
     service's seed, or a random one."""
-    max_tokens: Annotated[NumTokens, Field(ge=1)] | None = None
-    """The most tokens to generate. None means 16 for completions, and the model's default or the rest of the context
-    for chats."""
-    max_completion_tokens: Annotated[NumTokens, Field(ge=1)] | None = None
-    """The newer name; wins over max_tokens."""
-    min_tokens: Annotated[NumTokens, Field(ge=0)] = 0
-    """Minimum number of tokens before an end-of-sequence token, stop token or stop string ends the answer."""
     stop: Annotated[
         StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None,
         told(f"must be a text or a list of texts, at most {MAX_STOPS} of up to {MAX_STOP_CHARS:,} characters"),
@@ -235,7 +224,6 @@ class SamplingRequest(Body):
     """Let end-of-sequence tokens not end the answer."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
-
     presence_penalty: Penalty = 0.0
     """Subtracted from the logits of tokens that the answer already has."""
     frequency_penalty: Penalty = 0.0
@@ -245,46 +233,15 @@ class SamplingRequest(Body):
     """Makes tokens that prompt or answer already have less likely if above 1; 1.0 is off."""
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_TOKEN_IDS)] = {}
     """Token id -> value added to its logit. In JSON the ids are strings, like all keys."""
-    bad_words: Annotated[list[Annotated[str, Field(max_length=MAX_WORD_CHARS)]], Field(max_length=MAX_BAD_WORDS)] = []
-    """Words that must not occur, with or without a leading space."""
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
-    """Only these tokens may be sampled."""
-    response_format: AnswerFormat | None = None
-    """JSON that the answer must be."""
     structured_outputs: StructuredOutputs | None = None
     """A JSON schema, regular expression, list of choices or grammar that the answer must follow."""
     disable_additional_properties: bool = True
     """Objects have no properties that their JSON schema does not name, where it says nothing of `additionalProperties`;
     also in calls that `tool_choice` demands. Left out, it is as the service's `--disable-additional-properties`."""
-
-    stream: bool = False
-    """Send the answer in server-sent events, one per step."""
-    stream_options: StreamOptions | None = None
-    """What a stream contains beside the answer."""
-    return_token_ids: bool = False
-    """Return the token ids of prompt and answer."""
-    prompt_logprobs: NumLogprobs | None = None
-    """Most likely tokens to report per prompt token, beside the prompt's own. Not in streams."""
-    logprob_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LOGPROB_IDS)] | None = None
-    """Tokens whose log probabilities to report at each position of the answer, beside the answer's own and instead of
-    the most likely ones. It needs `logprobs`."""
-    return_tokens_as_token_ids: bool = False
-    """Write the tokens of log probabilities as `token_id:123`, which tells apart tokens of the same text. Left out, it
-    is as the service's `--return-tokens-as-token-ids` has it."""
-    truncate_prompt_tokens: Truncation | None = None
-    """Keep this many of the prompt's last tokens; -1 keeps as many as fit beside the tokens to generate."""
-    truncation_side: Literal["left", "right"] = "left"
-    """The side on which a prompt is cut: `right` keeps its first tokens. It needs `truncate_prompt_tokens`."""
-    return_speculative_stats: bool = False
-    """Return how many tokens were drafted, pruned, verified and accepted, by depth."""
-    return_speculative_trees: bool = False
-    """Return the tree of each step: its nodes, what became of them, and how each token came."""
     speculative: Speculative | None = None
     """Settings of speculation for this request."""
     request_id: Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_one_line)] | None = None
     """The request's id in the service's log; None takes that of the header X-Request-ID."""
-    user: str | None = None
-    """Accepted as at OpenAI; it has no effect."""
     prompt_cache_key: str | None = None
     """Requests with the same key go to the same replica, which may have their prefix in its cache."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
@@ -296,16 +253,6 @@ class SamplingRequest(Body):
     """Seconds after its arrival within which the answer must begin. A request that would wait longer, or has, is
     refused with status 429 instead of being run. None waits as long as it takes."""
 
-    def filled(self, defaults: Mapping[str, Any]) -> Self:
-        """Return a copy with `defaults` for the parameters of `DEFAULTED` that the request leaves out.
-
-        Raises ConfigError if a default contradicts the request.
-        """
-        left_out = [name for name in DEFAULTED if name in defaults and name not in self.model_fields_set]
-        filled = self.model_copy(update={name: defaults[name] for name in left_out})
-        filled._check_number_of_answers()
-        return filled
-
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _ids_are_written_as_strings(cls, value: Any) -> Any:
@@ -316,6 +263,67 @@ class SamplingRequest(Body):
         if strange := [key for key in value if not _is_token_id(key)]:
             raise ValueError(f'keys are token ids, as in {{"50256": -100}} (got {listed(map(repr, strange))})')
         return {int(key): bias for key, bias in value.items()}
+
+
+class GenerationSettings(SamplingSettings):
+    """What completions, chats and `secateur.LLM` share, and responses do not have."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = 1
+    """Answers per prompt."""
+    min_tokens: Annotated[NumTokens, Field(ge=0)] = 0
+    """Minimum number of tokens before an end-of-sequence token, stop token or stop string ends the answer."""
+    bad_words: Annotated[list[Annotated[str, Field(max_length=MAX_WORD_CHARS)]], Field(max_length=MAX_BAD_WORDS)] = []
+    """Words that must not occur, with or without a leading space."""
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
+    """Only these tokens may be sampled."""
+    prompt_logprobs: NumLogprobs | None = None
+    """Most likely tokens to report per prompt token, beside the prompt's own. Not in streams."""
+    logprob_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LOGPROB_IDS)] | None = None
+    """Tokens whose log probabilities to report at each position of the answer, beside the answer's own and instead of
+    the most likely ones. It needs `logprobs`."""
+    truncate_prompt_tokens: Truncation | None = None
+    """Keep this many of the prompt's last tokens; -1 keeps as many as fit beside the tokens to generate."""
+
+
+class SamplingRequest(GenerationSettings):
+    """Fields that completions and chat completions share."""
+
+    model: str | None = None
+    """None = the service's only model."""
+    max_tokens: Annotated[NumTokens, Field(ge=1)] | None = None
+    """The most tokens to generate. None means 16 for completions, and the model's default or the rest of the context
+    for chats."""
+    max_completion_tokens: Annotated[NumTokens, Field(ge=1)] | None = None
+    """The newer name; wins over max_tokens."""
+    response_format: AnswerFormat | None = None
+    """JSON that the answer must be."""
+    stream: bool = False
+    """Send the answer in server-sent events, one per step."""
+    stream_options: StreamOptions | None = None
+    """What a stream contains beside the answer."""
+    return_token_ids: bool = False
+    """Return the token ids of prompt and answer."""
+    return_tokens_as_token_ids: bool = False
+    """Write the tokens of log probabilities as `token_id:123`, which tells apart tokens of the same text. Left out, it
+    is as the service's `--return-tokens-as-token-ids` has it."""
+    truncation_side: Literal["left", "right"] = "left"
+    """The side on which a prompt is cut: `right` keeps its first tokens. It needs `truncate_prompt_tokens`."""
+    return_speculative_stats: bool = False
+    """Return how many tokens were drafted, pruned, verified and accepted, by depth."""
+    return_speculative_trees: bool = False
+    """Return the tree of each step: its nodes, what became of them, and how each token came."""
+    user: str | None = None
+    """Accepted as at OpenAI; it has no effect."""
+
+    def filled(self, defaults: Mapping[str, Any]) -> Self:
+        """Return a copy with `defaults` for the parameters of `DEFAULTED` that the request leaves out.
+
+        Raises ConfigError if a default contradicts the request.
+        """
+        left_out = [name for name in DEFAULTED if name in defaults and name not in self.model_fields_set]
+        filled = self.model_copy(update={name: defaults[name] for name in left_out})
+        filled._check_number_of_answers()
+        return filled
 
     @model_validator(mode="after")
     def _rules(self) -> Self:

@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from secateur.bodies import Body, Metadata, Unsupported, UnsupportedContent, placeholder, told, wrong
-from secateur.requests import MAX_ITEMS, NumLogprobs, NumTokens, left_out
+from secateur.requests import MAX_ITEMS, NumLogprobs, NumTokens, SamplingSettings, left_out
 from secateur.responses import FunctionCall, Listed, ObjectList, Response, TokenLogprob, new_id
-from secateur.speculative import Speculative
 from secateur.tools import CALLED_TYPES, MAX_TOOLS
 
 MAX_ID_CHARS = 256
@@ -195,8 +194,8 @@ class ReasoningOptions(Body):
     """For chat templates that know it, such as `low`, `medium` and `high`."""
 
 
-class ResponsesRequest(Body):
-    """POST /v1/responses."""
+class ResponsesRequest(SamplingSettings):
+    """POST /v1/responses. What it shares with chats means what it does there."""
 
     model: str | None = None
     """None = the service's only model."""
@@ -216,14 +215,8 @@ class ResponsesRequest(Body):
     """Send events instead of one response."""
     max_output_tokens: Annotated[NumTokens, Field(ge=1)] | None = None
     """The most tokens to generate; None = the model's default or the rest of the context."""
-    temperature: float | None = None
-    """As in chats."""
-    top_p: float | None = None
-    """As in chats."""
     top_logprobs: NumLogprobs | None = None
     """Most likely tokens to report per token, with `message.output_text.logprobs` in `include`."""
-    seed: int | None = None
-    """The same seed gives the same answer, up to near-ties of rounding. An extension of OpenAI's fields."""
     include: list[str] = []
     """What to return as well; `message.output_text.logprobs` is known."""
     text: TextOptions | None = None
@@ -238,44 +231,6 @@ class ResponsesRequest(Body):
     """Returned as it is."""
     reasoning: ReasoningOptions | None = None
     """How much the model reasons."""
-    speculative: Speculative | None = None
-    """As in chats."""
-    priority: int = 0
-    """As in chats."""
-    first_token_timeout_s: float | None = None
-    """As in chats."""
-    prompt_cache_key: str | None = None
-    """As in chats."""
-    top_k: int | None = None
-    """As in chats."""
-    min_p: float | None = None
-    """As in chats."""
-    presence_penalty: float | None = None
-    """As in chats."""
-    frequency_penalty: float | None = None
-    """As in chats."""
-    repetition_penalty: float | None = None
-    """As in chats."""
-    logit_bias: dict[str, float] | None = None
-    """As in chats."""
-    stop: Annotated[str | list[str] | None, told("must be a text or a list of texts")] = None
-    """As in chats."""
-    stop_token_ids: list[int] | None = None
-    """As in chats."""
-    include_stop_str_in_output: bool | None = None
-    """As in chats."""
-    ignore_eos: bool | None = None
-    """As in chats."""
-    skip_special_tokens: bool | None = None
-    """As in chats."""
-    structured_outputs: dict[str, Any] | None = None
-    """As in chats."""
-    disable_additional_properties: bool | None = None
-    """As in chats."""
-    cache_salt: str | None = None
-    """As in chats."""
-    request_id: str | None = None
-    """As in chats."""
     chat_template_kwargs: dict[str, Any] | None = None
     """As in chats."""
     include_reasoning: bool | None = None
@@ -321,8 +276,9 @@ class ResponsesRequest(Body):
             "top_logprobs": self.top_logprobs if self.has_logprobs else None,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
-            **{name: getattr(self, name) for name in _AS_IN_CHATS},
-            "speculative": None if self.speculative is None else self.speculative.model_dump(exclude_unset=True),
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "include_reasoning": self.include_reasoning,
+            **self.model_dump(include=set(SamplingSettings.model_fields), exclude_unset=True, by_alias=True),
         }
         if self.tools:
             body["tools"] = [tool.chat_tool() for tool in self.tools]
@@ -357,31 +313,6 @@ class ResponsesRequest(Body):
         return sorted([*(name for name in super().ignored() if name not in _UNSUPPORTED), *unread])
 
 
-_AS_IN_CHATS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-    "structured_outputs",
-    "disable_additional_properties",
-    "cache_salt",
-    "request_id",
-    "priority",
-    "first_token_timeout_s",
-    "chat_template_kwargs",
-    "include_reasoning",
-)
-"""Fields that mean what they do in chats."""
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "background": (False, "responses in the background are not implemented"),
     "conversation": (None, "conversations are not implemented; write previous_response_id"),

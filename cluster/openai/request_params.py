@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from cluster.copying import copied
 from cluster.errors import BadRequest
 from secateur.requests import ChatCompletionRequest, SamplingRequest, listed
 from secateur.speculative import Speculative
@@ -81,27 +82,24 @@ def build_submits(
     )
     max_tokens = _max_tokens(request, prompt, limits)
     _check_min_tokens(request.min_tokens, max_tokens, len(prompt), limits)
-    first = Submit(
+    first = copied(
+        Submit,
+        request,
         id=ids[0],
         prompt=prompt,
         max_tokens=max(1, max_tokens),  # the only token of an answer of 0 tokens is not returned
-        sampling=SamplingSettings(
+        sampling=copied(
+            SamplingSettings,
+            request,
             temperature=0.0 if request.is_greedy else request.temperature,
             top_k=request.top_k if 0 < request.top_k < limits.vocab_size else 0,
-            top_p=request.top_p,
-            min_p=request.min_p,
             seed=seed if request.seed is None else request.seed,
             constraints=replace(_constraints(request, bad_words, limits), grammar=grammar),
-            num_logprobs=request.num_logprobs,
             logprob_token_ids=_distinct(request.logprob_token_ids),
         ),
         stop_token_ids=list(dict.fromkeys(request.stop_token_ids)),
-        ignore_eos=request.ignore_eos,
-        cache_salt=request.cache_salt,
         speculation=_speculation(request.speculative, limits),
         has_trees=request.return_speculative_trees and max_tokens > 0,
-        num_prompt_logprobs=request.num_prompt_logprobs,
-        priority=request.priority,
     )
     seed = first.sampling.seed
     return [
@@ -181,15 +179,8 @@ def _constraints(request: SamplingRequest, bad_words: Sequence[list[int]], limit
                 "allowed_token_ids: bad_words and min_tokens forbid all of them; allow a token that may come first",
                 param="allowed_token_ids",
             )
-    return Constraints(
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
-        repetition_penalty=request.repetition_penalty,
-        logit_bias=dict(request.logit_bias),
-        bad_words=[list(word) for word in bad_words],
-        allowed_token_ids=allowed,
-        min_tokens=request.min_tokens,
-    )
+    words = [list(word) for word in bad_words]
+    return copied(Constraints, request, bad_words=words, allowed_token_ids=allowed)
 
 
 def _distinct(ids: list[int] | None) -> list[int] | None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import pytest
@@ -124,14 +125,11 @@ def test_without_a_limit_an_answer_runs_to_its_end_or_to_that_of_the_context(llm
 @pytest.mark.parametrize(
     ("prompts", "params", "problem"),
     [
-        ("a", SamplingParams(temperature=-1), "temperature"),
-        ("a", SamplingParams(top_p=0), "top_p"),
         (["a", "b"], [GREEDY], "sampling_params: 1 for 2 prompts"),
         ({"text": "a"}, GREEDY, "prompts: a dict has exactly one key"),
         ([[10**6]], GREEDY, "prompt"),
         ("a b c " * 600, GREEDY, "prompt"),
         ("a", SamplingParams(n=2, temperature=0), "n: must be 1"),
-        ("a", SamplingParams(speculative={"colour": 1}), "colour"),
         ("a", SamplingParams(structured_outputs={"regex": "("}), "unclosed group"),
     ],
 )
@@ -141,6 +139,20 @@ def test_what_is_wrong_is_told_before_anything_is_generated(
     with pytest.raises(ConfigError, match=problem):
         llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
     assert llm.generate(PROMPTS[0], SamplingParams(max_tokens=1), use_tqdm=False)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"speculative": {"colour": 1}}, "colour"),
+        ({"colour": 1}, "unknown key 'colour'"),
+    ],
+)
+def test_a_wrong_parameter_is_told_at_once(params: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        SamplingParams(**params)
 
 
 def test_nothing_is_left_of_an_engine_that_is_closed_or_forgotten() -> None:

@@ -111,6 +111,11 @@ def test_max_completion_tokens_overrides_max_tokens() -> None:
     assert caught.value.param == "max_completion_tokens"
 
 
+def test_fields_that_a_client_makes_up_do_not_reach_the_engine() -> None:
+    made_up = {"resumption": {"output": [1]}, "grammar": "start: /a/", "constraints": 1, "sampling": 1}
+    assert submit(**made_up) == submit()
+
+
 def test_a_cache_salt_is_passed_on_and_must_not_be_empty() -> None:
     assert submit().cache_salt is None and submit(cache_salt="tenant 1").cache_salt == "tenant 1"
     with pytest.raises(ValueError, match="cache_salt"):
