@@ -12,174 +12,100 @@ from secateur.settings import EngineSettings, Setting, settings_of
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _COUNT = re.compile(r"(\d+)(?:\.(\d+))?([kKmMgGtT])")
+NOTHING = "there is nothing to set here; leave it out"
 _LORA = "adapters are not supported; merge the adapter into the weights"
 _MULTIMODAL = "models are served as text models; leave it out"
 _QUANTISED = "block FP8 and GGUF are read without a setting, other methods are not supported; leave it out"
-_PARALLEL = "an engine has tensor parallelism alone (--tensor-parallel-size); for more throughput add replicas"
-_REPLICAS = "add replicas: num_replicas of the Serve application, see the guide on Kubernetes"
-_ALWAYS = "it is always so; leave it out"
-_TLS = "HTTPS has a certificate and its key alone (--ssl-certfile, --ssl-keyfile); let a proxy do more"
-_LOGS = "requests and their texts are never logged; leave it out"
+_REMOTE_CODE = "code of a model's repository is never run; a model must be one that transformers knows"
 _GRAPHS = "CUDA graphs are captured by themselves; --enforce-eager switches them off"
-_SPECULATIVE = 'it is a key of --speculative-config, as in \'{"method": "eagle3", "model": ...}\''
 _GRAMMAR = "llguidance needs no setting; of its settings --disable-additional-properties is there, and on"
-_KV = "KV pages stay in the memory of their GPU; leave it out"
-_TEMPLATE = "the model's own chat template is used; write it into the model's folder"
-_PLUGIN = "code of others is not loaded into the service; leave it out"
+_PARALLEL = "an engine has tensor parallelism alone (--tensor-parallel-size); for more throughput add replicas"
+_KERNELS = "--kernels holds for the drafter too; leave it out"
+_BATCH_SIZE = "speculative_tree_prune 'auto' shrinks trees where they do not pay; leave it out"
 
-ADVICE: dict[str, str] = {  # also the reference page reference/vllm.md
-    "trust-remote-code": "code of a model's repository is never run; a model must be one that transformers knows",
-    "quantization": _QUANTISED,
-    "load-format": "the format follows from the files (safetensors or GGUF); leave it out",
-    "download-dir": "set HF_HOME in the environment",
-    "model-loader-extra-config": "weights are loaded in one way; leave it out",
-    "hf-overrides": "edit config.json in a copy of the model",
-    "hf-config-path": "keep config.json in the model's folder",
-    "hf-token": "set HF_TOKEN in the environment",
-    "config-format": "configurations have the format of Hugging Face; leave it out",
-    "code-revision": "code of a model's repository is never run; leave it out",
-    "tokenizer-revision": "--revision applies to the model and its tokenizer",
-    "tokenizer-mode": "the tokenizer's kind follows from its files; leave it out",
-    "skip-tokenizer-init": "the service always has its tokenizer; leave it out",
-    "model-impl": "the decoder follows from the model; leave it out",
-    "runner": "models generate text; leave it out",
-    "convert": "models generate text; leave it out",
-    "task": "models generate text; leave it out",
-    "rope-scaling": "write it into config.json in a copy of the model",
-    "rope-theta": "write it into config.json in a copy of the model",
-    "max-seq-len-to-capture": _GRAPHS,
-    "max-logprobs": "a request may ask for 20 log-probabilities; leave it out",
-    "logprobs-mode": "log-probabilities are the target's own, before temperature (raw_logprobs); leave it out",
-    "disable-sliding-window": "attention is the model's own; leave it out",
-    "disable-cascade-attn": "there is no cascade attention; leave it out",
-    "override-generation-config": "--generation-config none uses OpenAI's defaults; requests set the others",
-    "enable-sleep-mode": "there is no sleep mode; scale the replicas instead",
-    "logits-processors": _PLUGIN,
-    "block-size": "write --page-size",
-    "num-gpu-blocks-override": "write --num-pages",
-    "kv-cache-memory-bytes": "write --num-pages, or --gpu-memory-utilization",
-    "calculate-kv-scales": "the scale of --kv-cache-dtype fp8 is 1; leave it out",
-    "swap-space": _KV,
-    "cpu-offload-gb": _KV,
-    "kv-transfer-config": _KV,
-    "kv-events-config": _KV,
-    "kv-offloading-size": _KV,
-    "ec-transfer-config": _MULTIMODAL,
-    "prefix-caching-hash-algo": "prefixes are compared by their tokens; leave it out",
-    "pipeline-parallel-size": _PARALLEL,
-    "data-parallel-size": _REPLICAS,
-    "data-parallel-rank": _REPLICAS,
-    "data-parallel-size-local": _REPLICAS,
-    "data-parallel-address": _REPLICAS,
-    "data-parallel-backend": _REPLICAS,
-    "data-parallel-hybrid-lb": _REPLICAS,
-    "data-parallel-external-lb": _REPLICAS,
-    "api-server-count": _REPLICAS,
-    "enable-expert-parallel": _PARALLEL,
-    "decode-context-parallel-size": _PARALLEL,
-    "prefill-context-parallel-size": _PARALLEL,
-    "distributed-executor-backend": "Ray places the processes, and nothing else does; leave it out",
-    "nnodes": "start a Ray cluster and set RAY_ADDRESS",
-    "node-rank": "start a Ray cluster and set RAY_ADDRESS",
-    "master-addr": "start a Ray cluster and set RAY_ADDRESS",
-    "master-port": "start a Ray cluster and set RAY_ADDRESS",
-    "headless": "start a Ray cluster and set RAY_ADDRESS",
-    "worker-cls": _PLUGIN,
-    "disable-custom-all-reduce": "ranks sum through NCCL only; leave it out",
-    "ray-workers-use-nsight": "there are no traces of this kind; `secateur bench step` measures the parts of a step",
-    "enable-chunked-prefill": _ALWAYS,
-    "max-num-partial-prefills": "the scheduler shares a step's tokens among prompts by itself; leave it out",
-    "max-long-partial-prefills": "the scheduler shares a step's tokens among prompts by itself; leave it out",
-    "long-prefill-token-threshold": "the scheduler shares a step's tokens among prompts by itself; leave it out",
-    "scheduler-cls": _PLUGIN,
-    "async-scheduling": "tokens are sent while the next step computes; there is nothing to switch on",
-    "num-scheduler-steps": "there are no multi-step schedules; leave it out",
-    "scheduler-delay-factor": "new requests are not held back; leave it out",
-    "stream-interval": "a stream has a chunk per step of the engine; leave it out",
-    "num-lookahead-slots": "slots for drafts follow from num_speculative_tokens; leave it out",
-    "preemption-mode": "preempted requests are computed again; leave it out",
-    "speculative-model": _SPECULATIVE,
-    "num-speculative-tokens": _SPECULATIVE,
-    "speculative-draft-tensor-parallel-size": "write draft_tensor_parallel_size in --speculative-config",
-    "speculative-max-model-len": "the drafter follows every sequence of the target; leave it out",
-    "speculative-disable-by-batch-size": "speculative_tree_prune 'auto' shrinks trees where they do not pay",
-    "ngram-prompt-lookup-max": "write prompt_lookup_max in --speculative-config",
-    "ngram-prompt-lookup-min": "write prompt_lookup_min in --speculative-config",
-    "spec-decoding-acceptance-method": "write acceptance ('coupled' or 'rejection') in --speculative-config",
-    "compilation-config": _GRAPHS,
-    "optimization-level": _GRAPHS,
-    "cudagraph-capture-sizes": _GRAPHS,
-    "max-cudagraph-capture-size": _GRAPHS,
-    "attention-backend": "write --kernels",
-    "attention-config": "write --kernels",
-    "moe-backend": "write --kernels",
-    "structured-outputs-config": _GRAMMAR,
-    "guided-decoding-backend": _GRAMMAR,
-    "reasoning-config": "write --reasoning-parser",
-    "enable-reasoning": "write --reasoning-parser",
-    "reasoning-parser-plugin": _PLUGIN,
-    "enable-auto-tool-choice": _ALWAYS,
-    "tool-parser-plugin": _PLUGIN,
-    "tool-server": "tools are run by clients; leave it out",
-    "exclude-tools-when-tool-choice-none": _ALWAYS,
-    "chat-template": _TEMPLATE,
-    "chat-template-content-format": _TEMPLATE,
-    "trust-request-chat-template": "requests cannot bring a template; chat_template_kwargs sets its variables",
-    "default-chat-template-kwargs": "set chat_template_kwargs in each request",
-    "response-role": "answers have the role 'assistant'; leave it out",
-    "enable-prompt-tokens-details": _ALWAYS,
-    "enable-server-load-tracking": _ALWAYS,
-    "enable-request-id-headers": _ALWAYS,
-    "enable-per-request-metrics": "set return_speculative_stats in each request, or read /metrics",
-    "disable-log-requests": _LOGS,
-    "enable-log-requests": _LOGS,
-    "enable-log-outputs": _LOGS,
-    "enable-log-deltas": _LOGS,
-    "max-log-len": _LOGS,
-    "disable-log-stats": "numbers are in /metrics, not in the log; leave it out",
-    "uvicorn-log-level": _LOGS,
-    "disable-uvicorn-access-log": _LOGS,
-    "disable-access-log-for-endpoints": _LOGS,
-    "log-config-file": "logs follow Ray's settings; leave it out",
-    "log-error-stack": "errors of the service are logged with their stacks; leave it out",
-    "otlp-traces-endpoint": "set OTEL_EXPORTER_OTLP_ENDPOINT in the environment",
-    "collect-detailed-traces": "`secateur bench step` measures the parts of a step",
-    "show-hidden-metrics-for-version": "no metric is hidden; leave it out",
-    "disable-fastapi-docs": "/docs and /openapi.json hold no secret; let the proxy forward only what clients need",
-    "disable-frontend-multiprocessing": "the front and the engine are processes of their own; leave it out",
-    "middleware": _PLUGIN,
-    "uds": "the service listens on --host and --port",
-    "h11-max-incomplete-event-size": "a request's headers have a fixed limit; leave it out",
-    "h11-max-header-count": "a request's headers have a fixed limit; leave it out",
-    "ssl-ca-certs": _TLS,
-    "ssl-cert-reqs": _TLS,
-    "ssl-ciphers": _TLS,
-    "enable-ssl-refresh": "a renewed certificate takes effect with the next start; leave it out",
-    "limit-mm-per-prompt": _MULTIMODAL,
-    "allowed-local-media-path": _MULTIMODAL,
-    "allowed-media-domains": _MULTIMODAL,
-    "mm-processor-kwargs": _MULTIMODAL,
-    "disable-mm-preprocessor-cache": _MULTIMODAL,
-    "language-model-only": _MULTIMODAL,
-    "lora-modules": _LORA,
-    "max-loras": _LORA,
-    "max-lora-rank": _LORA,
-    "max-cpu-loras": _LORA,
-    "fully-sharded-loras": _LORA,
-    "pooler-config": "models generate text; leave it out",
+_NAMES_BY_ADVICE = {
+    **{
+        f"write --{name.replace('_', '-')}": " ".join(setting.flag.vllm_names)
+        for name, setting in settings_of(EngineSettings).items()
+    },
+    _LORA: "lora-modules max-loras max-lora-rank max-cpu-loras fully-sharded-loras",
+    _MULTIMODAL: "ec-transfer-config limit-mm-per-prompt allowed-local-media-path allowed-media-domains "
+    "mm-processor-kwargs disable-mm-preprocessor-cache language-model-only",
+    "models generate text; leave it out": "runner convert task pooler-config",
+    _QUANTISED: "quantization",
+    _REMOTE_CODE: "trust-remote-code code-revision",
+    "code of others is not loaded into the service; leave it out": "logits-processors worker-cls scheduler-cls "
+    "reasoning-parser-plugin tool-parser-plugin middleware",
+    "edit config.json in a copy of the model": "hf-overrides hf-config-path rope-scaling rope-theta",
+    "set HF_HOME in the environment": "download-dir",
+    "set HF_TOKEN in the environment": "hf-token",
+    "--revision applies to the model and its tokenizer": "tokenizer-revision",
+    "the model's own chat template is used; write it into the model's folder": "chat-template "
+    "chat-template-content-format",
+    "set chat_template_kwargs in each request": "default-chat-template-kwargs trust-request-chat-template",
+    "--generation-config none uses OpenAI's defaults; requests set the others": "override-generation-config",
+    "a request may ask for 20 log-probabilities; leave it out": "max-logprobs",
+    "log-probabilities are the target's own, before temperature (raw_logprobs); leave it out": "logprobs-mode",
+    _GRAMMAR: "structured-outputs-config guided-decoding-backend",
+    "tools are run by clients; leave it out": "tool-server",
+    "write --num-pages, or --gpu-memory-utilization": "kv-cache-memory-bytes",
+    "the scale of --kv-cache-dtype fp8 is 1; leave it out": "calculate-kv-scales",
+    "KV pages stay in the memory of their GPU; leave it out": "swap-space cpu-offload-gb kv-transfer-config "
+    "kv-events-config kv-offloading-size",
+    "there is no sleep mode; scale the replicas instead": "enable-sleep-mode",
+    _PARALLEL: "pipeline-parallel-size enable-expert-parallel decode-context-parallel-size "
+    "prefill-context-parallel-size",
+    "add replicas: num_replicas of the Serve application, see the guide on Kubernetes": "data-parallel-size "
+    "data-parallel-rank data-parallel-size-local data-parallel-address data-parallel-backend data-parallel-hybrid-lb "
+    "data-parallel-external-lb api-server-count",
+    "start a Ray cluster and set RAY_ADDRESS": "nnodes node-rank master-addr master-port headless",
+    "ranks sum through NCCL only; leave it out": "disable-custom-all-reduce",
+    _GRAPHS: "max-seq-len-to-capture compilation-config optimization-level cudagraph-capture-sizes "
+    "max-cudagraph-capture-size",
+    "it is always so; leave it out": "enable-chunked-prefill enable-auto-tool-choice "
+    "exclude-tools-when-tool-choice-none enable-prompt-tokens-details enable-server-load-tracking "
+    "enable-request-id-headers",
+    'it is a key of --speculative-config, as in \'{"method": "eagle3", "model": ...}\'': "speculative-model "
+    "num-speculative-tokens",
+    "write draft_tensor_parallel_size in --speculative-config": "speculative-draft-tensor-parallel-size",
+    "the drafter follows every sequence of the target; leave it out": "speculative-max-model-len",
+    _BATCH_SIZE: "speculative-disable-by-batch-size",
+    "write prompt_lookup_max in --speculative-config": "ngram-prompt-lookup-max",
+    "write prompt_lookup_min in --speculative-config": "ngram-prompt-lookup-min",
+    "write acceptance ('coupled' or 'rejection') in --speculative-config": "spec-decoding-acceptance-method",
+    "set return_speculative_stats in each request, or read /metrics": "enable-per-request-metrics",
+    "requests and their texts are never logged; leave it out": "disable-log-requests enable-log-requests "
+    "enable-log-outputs enable-log-deltas max-log-len uvicorn-log-level disable-uvicorn-access-log "
+    "disable-access-log-for-endpoints",
+    "logs follow Ray's settings; leave it out": "log-config-file",
+    "set OTEL_EXPORTER_OTLP_ENDPOINT in the environment": "otlp-traces-endpoint",
+    "`secateur bench step` measures the parts of a step": "collect-detailed-traces ray-workers-use-nsight",
+    "/docs and /openapi.json hold no secret; let the proxy forward only what clients need": "disable-fastapi-docs",
+    "the service listens on --host and --port": "uds",
+    "HTTPS has a certificate and its key alone (--ssl-certfile, --ssl-keyfile); let a proxy do more": "ssl-ca-certs "
+    "ssl-cert-reqs ssl-ciphers",
+    "a renewed certificate takes effect with the next start; leave it out": "enable-ssl-refresh",
+    NOTHING: "load-format model-loader-extra-config config-format tokenizer-mode skip-tokenizer-init model-impl "
+    "disable-sliding-window disable-cascade-attn prefix-caching-hash-algo distributed-executor-backend "
+    "max-num-partial-prefills max-long-partial-prefills long-prefill-token-threshold async-scheduling "
+    "num-scheduler-steps scheduler-delay-factor stream-interval num-lookahead-slots preemption-mode "
+    "response-role disable-log-stats log-error-stack show-hidden-metrics-for-version "
+    "disable-frontend-multiprocessing h11-max-incomplete-event-size h11-max-header-count",
 }
+ADVICE = {name: text for text, names in _NAMES_BY_ADVICE.items() for name in names.split()}
+"""What to do instead of each of vLLM's settings; also the reference page reference/vllm.md."""
 SPECULATIVE_ADVICE: dict[str, str] = {
-    "disable_by_batch_size": "speculative_tree_prune 'auto' shrinks trees where they do not pay; leave it out",
-    "quantization": "the drafter's format follows from its files; leave it out",
+    "disable_by_batch_size": _BATCH_SIZE,
     "revision": "give the drafter as a folder of that revision",
-    "code_revision": ADVICE["code-revision"],
+    "code_revision": _REMOTE_CODE,
     "enforce_eager": "--enforce-eager holds for the drafter too; leave it out",
-    "attention_backend": "--kernels holds for the drafter too; leave it out",
-    "moe_backend": "--kernels holds for the drafter too; leave it out",
-    "parallel_drafting": "trees grow level by level; leave it out",
-    "disable_padded_drafter_batch": "the drafter's batches are not padded; leave it out",
+    "attention_backend": _KERNELS,
+    "moe_backend": _KERNELS,
     "rejection_sample_method": "write acceptance ('coupled' or 'rejection') and rejection_method",
-    "use_local_argmax_reduction": "shards exchange their best token by themselves; leave it out",
+    "quantization": NOTHING,
+    "parallel_drafting": NOTHING,
+    "disable_padded_drafter_batch": NOTHING,
+    "use_local_argmax_reduction": NOTHING,
 }
 """The same for keys of vLLM's speculative configuration."""
 _FAMILIES = {"enable-lora": _LORA, "lora-": _LORA, "mm-": _MULTIMODAL}

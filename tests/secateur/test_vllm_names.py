@@ -117,7 +117,7 @@ def test_spellings_hold_in_the_arguments_of_an_application():
         ("-O3", "--enforce-eager"),
         ("--no-enable-chunked-prefill", "max-num-batched-tokens"),
         ("--enable-chunked-prefill", "always"),
-        ("--no-async-scheduling", "nothing to switch on"),
+        ("--no-async-scheduling", "nothing to set"),
         ("--ssl-ciphers", "proxy"),
         ("--ssl-ca-certs", "proxy"),
         ("--otlp-traces-endpoint", "OTEL_EXPORTER_OTLP_ENDPOINT"),
