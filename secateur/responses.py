@@ -171,6 +171,10 @@ class SpeculativeStats(BaseModel):
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
 
+PrunedBy = Literal["min_prob", "path_prob", "cost"]
+"""Why a node was pruned: the names of `workers.settings.PruneReason`."""
+
+
 class TreeNode(Response):
     """A node of a step's tree.
 
@@ -191,7 +195,7 @@ class TreeNode(Response):
     """The estimated probability that the node survives verification; null if there is none."""
     status: Literal["root", "accepted", "rejected", "pruned"]
     """Accepted and rejected nodes were verified, pruned ones were not."""
-    pruned_by: Literal["min_prob", "path_prob", "cost"] | None = None
+    pruned_by: PrunedBy | None = None
     """The threshold that the parent failed, or the cost model of `auto`."""
 
 

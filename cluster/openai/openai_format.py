@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 from cluster.observe.engine_metrics import by_depth
 from cluster.openai.output_processor import Generation, ScoredToken, StepTree, TextDelta
@@ -32,6 +32,7 @@ from secateur.responses import (
     FunctionCall,
     PromptLogprob,
     PromptLogprobs,
+    PrunedBy,
     SpeculativeStats,
     SpeculativeTree,
     TokenLogprob,
@@ -360,13 +361,6 @@ class ChatFormat(ResponseFormat):
         return chat_logprobs(self.tokenizer, scored, as_ids=self.body.return_tokens_as_token_ids)
 
 
-_REASONS: dict[int, Literal["min_prob", "path_prob", "cost"]] = {
-    PruneReason.MIN_PROB: "min_prob",
-    PruneReason.PATH_PROB: "path_prob",
-    PruneReason.COST: "cost",
-}
-
-
 def speculative_tree(tokenizer: Tokenizer, tree: StepTree) -> SpeculativeTree:
     """Return one step's tree with its texts."""
     record, accepted = tree.record, set(tree.record.path)
@@ -383,7 +377,7 @@ def speculative_tree(tokenizer: Tokenizer, tree: StepTree) -> SpeculativeTree:
                 draft_prob=_rounded(prob),
                 weight=_rounded(weight),
                 status="pruned" if reason else verified,  # type: ignore[arg-type]  # mypy widens the literals
-                pruned_by=_REASONS[reason] if reason else None,
+                pruned_by=cast(PrunedBy, PruneReason(reason).name.lower()) if reason else None,
             )
         )
     origin: Literal["accepted", "copied"] = "copied" if tree.is_copied else "accepted"

@@ -1,4 +1,6 @@
-"""The only place that knows field order and width on the wire: message <-> one flat uint8 buffer.
+"""The only place that knows the layout on the wire: message <-> one flat uint8 buffer.
+
+The fields of a message's class give its arrays, see `workers.types.column`.
 
 Layout of a body: a table of int32 dims (scalars, then every field's shape, -1 for an absent part), then each tensor's
 bytes, each aligned to 16. The bulk field (the features of a DraftRequest) comes last, so that on CUDA it can stay on
