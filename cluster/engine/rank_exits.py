@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -33,7 +34,7 @@ class RankExit(NamedTuple):
     message: str
 
 
-def root_cause(exits: Callable[[], Sequence[RankExit]], *, wait_s: float = ROOT_CAUSE_WAIT_S) -> RankExit:
+async def root_cause(exits: Callable[[], Sequence[RankExit]], *, wait_s: float = ROOT_CAUSE_WAIT_S) -> RankExit:
     """Return the exit that caused the others. `exits` returns the exits so far, at least one, in rank order.
 
     Waits up to `wait_s` seconds for a rank that was killed, since its peers are often noticed before it.
@@ -43,4 +44,4 @@ def root_cause(exits: Callable[[], Sequence[RankExit]], *, wait_s: float = ROOT_
         found = min(exits(), key=lambda exit: exit.kind)
         if found.kind is ExitKind.KILLED or time.monotonic() >= deadline:
             return found
-        time.sleep(_PERIOD_S)
+        await asyncio.sleep(_PERIOD_S)

@@ -5,7 +5,6 @@ The actor holds the bundle, and its GPU, while ranks come and go. It imports no 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -15,17 +14,14 @@ from pathlib import Path
 import ray
 
 import workers
+from cluster.engine.process_host import ProcessHost
 from cluster.engine.rank_exits import RankExit
-from cluster.engine.rank_placement import interface_env
-from cluster.engine.rank_process import RankProcess, RankStarter
 from cluster.serve.progress import report_stage
 from cluster.system.gpus import VARIABLE
 from workers.config import EngineConfig
 from workers.models.specs import Specs
 
 logger = logging.getLogger(__name__)
-
-_POLL_S = 0.05
 
 
 class Worker:
@@ -35,52 +31,40 @@ class Worker:
         check_packages(packages)
         warn_if_nice()
         self._rank = rank
-        self._host = ray.util.get_node_ip_address()
-        self._starter = RankStarter(EngineConfig.from_json(config), interface_env(self._host))
-        self._process: RankProcess | None = None
+        self.host = ProcessHost(
+            EngineConfig.from_json(config),
+            address=ray.util.get_node_ip_address(),
+            device_env=_device_env,
+            on_joined=lambda: report_stage("warming up"),
+        )
 
     async def node_id(self) -> str:
         """Return the id of the Ray node that this actor runs on."""
         return ray.get_runtime_context().get_node_id()
 
-    async def start(
-        self, config: str, specs: str, *, env: Mapping[str, str], front: str | None = None, store: str | None = None
-    ) -> str:
-        """Start the rank and return the address of the rendezvous store, which a first rank opens.
-
-        env: the rank's own additions to the environment. front: for rank 0, the address on which its service front
-        listens. store: for all but a first rank, the address of its store.
-        Raises EngineDead if a first rank opens no store, ForkServerDown.
-        """
-        address = ["--front", front] if front else []
-        address += ["--store", store] if store is not None else ["--host", self._host]
-        await asyncio.to_thread(self._starter.wait_ready)
-        await self.kill()
-        if EngineConfig.from_json(config).device == "cuda":
-            # Ray may have been told to leave this variable as it is on the node.
-            env = {**env, VARIABLE: ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])}
-        self._process = self._starter.start(
-            EngineConfig.from_json(config),
-            Specs.from_json(specs),
-            self._rank,
-            *address,
-            env=env,
-            on_joined=lambda: report_stage("warming up"),
-        )
-        return await asyncio.to_thread(self._process.read_store) if store is None else store
+    async def start(self, config: str, specs: str, *, env: Mapping[str, str], flags: Mapping[str, str]) -> str:
+        """Start the rank; see `RankHost.start`."""
+        parsed = EngineConfig.from_json(config), Specs.from_json(specs)
+        return await self.host.start(self._rank, *parsed, env=env, flags=flags)
 
     async def wait(self) -> RankExit:
         """Return how the rank ends, when it has."""
-        assert self._process is not None
-        while (exit := self._process.exit()) is None:
-            await asyncio.sleep(_POLL_S)
-        return exit
+        return await self.host.wait(self._rank)
 
     async def kill(self, why: str | None = None) -> None:
-        """Kill the rank, if it runs, and wait for its end. why: see `RankProcess.kill`."""
-        if self._process is not None:
-            self._process.kill(why)
-            await asyncio.to_thread(self._process.process.wait)
+        """Kill the rank, if it runs, and wait for its end. why: see `RankHost.kill`."""
+        self.host.kill(self._rank, why)
+        await self.host.free(self._rank)
+
+
+def _device_env(config: EngineConfig, rank: int) -> dict[str, str]:
+    """Return the variable that shows a rank the device of its actor, on CUDA.
+
+    Ray may have been told to leave the variable as it is on the node.
+    """
+    if config.device != "cuda":
+        return {}
+    return {VARIABLE: ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])}
 
 
 def warn_if_nice() -> None:

@@ -29,11 +29,12 @@ from cluster.convert import (
 )
 from cluster.engine.engine_client import EngineClient
 from cluster.engine.engine_restart import EngineRestart
+from cluster.engine.supervisor import Supervisor
 from cluster.http.server import create_app
 from cluster.local_service import build_service
 from cluster.serve.actors import warn_if_nice
 from cluster.serve.progress import report_stage
-from cluster.serve.worker_group import WorkerGroup
+from cluster.serve.ray_host import RayHost
 from cluster.text.tokenizer_pool import TokenizerPool
 from secateur.api_keys import check_api_keys
 from secateur.batch_dir import check_batch_dir
@@ -74,7 +75,9 @@ class Replica:
         self._cannot_tokenize_since = math.inf
         placed = placement_config(resolve_devices(self._args, num_gpus=None))
         group = ray.util.get_current_placement_group()
-        self._worker_group = WorkerGroup(placed, group, self._client, on_death=self._engine_died)
+        self._supervisor = Supervisor(
+            RayHost(placed, group), self._client, on_death=self._engine_died, report=report_stage
+        )
         try:
             await asyncio.to_thread(self._read_models, read)
             self._restart = EngineRestart(self._client, self._start_engine, on_failure=self._give_up)
@@ -87,7 +90,7 @@ class Replica:
                 await self._tokenizing.close()
                 raise
         except BaseException:
-            self._worker_group.close()
+            self._supervisor.close()
             raise
         self._serving = True
 
@@ -120,7 +123,7 @@ class Replica:
         if not self._serving:  # the constructor has ended what it had started
             return
         self._restart.cancel()
-        self._worker_group.close()
+        self._supervisor.close()
         await self._tokenizing.close()
         await self._client.close()
 
@@ -134,7 +137,7 @@ class Replica:
         fetch_weights(self._args, self._config)
 
     async def _start_engine(self) -> None:
-        await self._worker_group.start(self._config, self._specs)
+        await self._supervisor.start(self._config, self._specs)
 
     def _engine_died(self, reason: str) -> None:
         """Replace the engine; its requests wait for the next one. While the replica starts, the start fails."""
@@ -148,7 +151,7 @@ class Replica:
 
         Serve replaces a dead replica sooner than an unhealthy one, which it notices after three checks.
         """
-        self._worker_group.close()
+        self._supervisor.close()
         asyncio.get_running_loop().call_later(EXIT_GRACE_S, os._exit, 1)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster.engine.local_engine import EngineProcesses
+from cluster.engine.process_host import ProcessHost
 from secateur import LLM, ConfigError, RequestOutput, SamplingParams, SecateurError, ServiceUnavailableError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -209,10 +209,10 @@ def test_an_engine_that_cannot_be_replaced_is_an_error_now_and_later(monkeypatch
         ranks = [child for child in psutil.Process().children(recursive=True) if child not in before]
         [verifier] = (rank for rank in ranks if rank.name() == "verifier 0")
 
-        def fail(*_: object) -> None:
+        async def fail(*_: object, **options: object) -> None:
             raise RuntimeError("no device is left")
 
-        monkeypatch.setattr(EngineProcesses, "start", fail)
+        monkeypatch.setattr(ProcessHost, "start", fail)
         with killed_in_a_step(own, verifier), pytest.raises(SecateurError, match="verifier 0"):
             own.generate(PROMPTS * 40, SamplingParams(max_tokens=400, ignore_eos=True), use_tqdm=False)
         with pytest.raises(ServiceUnavailableError, match="verifier 0"):

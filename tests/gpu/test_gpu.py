@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.engine.rank_process import RankProcess, RankStarter
+from cluster.engine.process_host import ProcessHost
 from tests.support import checkpoints
 from tests.support.engines import (
     AUTO,
@@ -109,13 +109,13 @@ def a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     count = torch.cuda.device_count()
     if count >= 3:
         return
-    start = RankStarter.start
+    start = ProcessHost.start
 
-    def start_elsewhere(*args: Any, env: Mapping[str, str], **options: Any) -> RankProcess:
+    async def start_elsewhere(*args: Any, env: Mapping[str, str], **options: Any) -> str:
         own_machine = {"NCCL_HOSTID": str(uuid4()), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-        return start(*args, env={**env, **own_machine}, **options)
+        return await start(*args, env={**env, **own_machine}, **options)
 
-    monkeypatch.setattr(RankStarter, "start", start_elsewhere)
+    monkeypatch.setattr(ProcessHost, "start", start_elsewhere)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(str(index % count) for index in range(3)))
 
 

@@ -101,11 +101,11 @@ def warm_starts() -> Iterator[None]:
     """Start engines' and tokenizers' processes of this process as forks. They end with this context."""
     import cluster.system.child
     import cluster.text.tokenizer_pool
+    from cluster.engine.process_host import ONE_THREAD, python_path
     from cluster.engine.rank_placement import worker_env
-    from cluster.engine.rank_process import ONE_THREAD, _python_path
     from workers.config import EngineConfig
 
-    ranks = os.environ | worker_env(EngineConfig(model_path="")) | {"PYTHONPATH": _python_path()} | ONE_THREAD
+    ranks = os.environ | worker_env(EngineConfig(model_path="")) | {"PYTHONPATH": python_path()} | ONE_THREAD
     tokenizers = cluster.text.tokenizer_pool._environment()
     zygotes = {_key(module, env): _Zygote(module, env) for module, env in ((_RANKS, ranks), (_TOKENIZERS, tokenizers))}
 
@@ -154,7 +154,7 @@ def main(control: socket.socket, module: str) -> None:
 def _import_for(module: str) -> None:
     """Import all but the module itself, which runs as __main__."""
     if module == _RANKS:
-        from cluster.engine.rank_process import PRELOADED
+        from cluster.engine.process_host import PRELOADED
 
         for name in PRELOADED:
             importlib.import_module(name)

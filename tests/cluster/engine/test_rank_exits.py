@@ -11,20 +11,20 @@ FAILED = RankExit(ExitKind.FAILED, "verifier 1 failed")
 LOST = RankExit(ExitKind.LOST_A_PEER, "verifier 0 lost verifier 1")
 
 
-def test_a_killed_rank_is_the_cause_although_its_peers_exit_earlier() -> None:
+async def test_a_killed_rank_is_the_cause_although_its_peers_exit_earlier() -> None:
     ended = [LOST]
     threading.Timer(0.2, lambda: ended.append(KILLED)).start()
-    assert root_cause(lambda: ended, wait_s=20.0) == KILLED
+    assert await root_cause(lambda: ended, wait_s=20.0) == KILLED
 
 
-def test_a_failed_rank_is_the_cause_rather_than_its_peers() -> None:
-    assert root_cause(lambda: [LOST, FAILED], wait_s=0.1) == FAILED
+async def test_a_failed_rank_is_the_cause_rather_than_its_peers() -> None:
+    assert await root_cause(lambda: [LOST, FAILED], wait_s=0.1) == FAILED
 
 
-def test_a_lost_peer_is_the_cause_if_no_other_rank_exits() -> None:
-    assert root_cause(lambda: [LOST], wait_s=0.1) == LOST
+async def test_a_lost_peer_is_the_cause_if_no_other_rank_exits() -> None:
+    assert await root_cause(lambda: [LOST], wait_s=0.1) == LOST
 
 
-def test_of_several_equal_exits_the_first_rank_is_the_cause() -> None:
+async def test_of_several_equal_exits_the_first_rank_is_the_cause() -> None:
     other = RankExit(ExitKind.KILLED, "drafter 0 died")
-    assert root_cause(lambda: [KILLED, other], wait_s=20.0) == KILLED
+    assert await root_cause(lambda: [KILLED, other], wait_s=20.0) == KILLED

@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import cluster.engine.process_host
 import cluster.serve.actors
 from cluster.engine.rank_exits import EngineDead, ExitKind
 from cluster.engine.rank_placement import interface_of
@@ -55,21 +57,21 @@ def test_ranks_use_the_interface_of_their_nodes_address_or_the_configured_one(
     if is_configured:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     own = worker(bundled())
-    pid = own._starter.standby_pid
+    pid = own.host.standby_pid
     assert pid is not None
     name = interface_of(address[0])
     assert name is not None and name.startswith("lo")
     found = environment(pid)
     assert [found[variable] for variable in INTERFACES] == ["ib0" if is_configured else name, f"={name}"]
-    own._starter.close()
+    own.host.close()
 
 
 def test_an_address_without_an_interface_sets_none(address: list[str]) -> None:
     address[0] = "203.0.113.9"
     own = worker(bundled())
-    assert own._starter.standby_pid is not None
-    assert not set(INTERFACES) & environment(own._starter.standby_pid).keys()
-    own._starter.close()
+    assert own.host.standby_pid is not None
+    assert not set(INTERFACES) & environment(own.host.standby_pid).keys()
+    own.host.close()
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -83,10 +85,17 @@ def test_a_rank_sees_the_device_that_ray_has_assigned_to_its_actor(
     config = bundled()
     specs = read_specs(config).to_json()
     config = replace(config, device=device, standby=False)
-    own, seen = worker(config), []
-    monkeypatch.setattr(own._starter, "start", lambda *_, env, **__: seen.append(env))
-    asyncio.run(own.start(config.to_json(), specs, env={"A": "b"}, store="127.0.0.1:1"))
-    assert seen == [{"A": "b"} | ({"CUDA_VISIBLE_DEVICES": "2"} if device == "cuda" else {})]
+    seen: list[dict[str, str]] = []
+
+    def start_child(*_: Any, env: dict[str, str], **options: Any) -> None:
+        seen.append(env)
+        raise EngineDead("this is far enough")
+
+    monkeypatch.setattr(cluster.engine.process_host, "start_child", start_child)
+    with pytest.raises(EngineDead, match="far enough"):
+        asyncio.run(worker(config).start(config.to_json(), specs, env={"A": "b"}, flags={"store": "127.0.0.1:1"}))
+    [env] = seen
+    assert (env["A"], env["CUDA_VISIBLE_DEVICES"]) == ("b", "2" if device == "cuda" else "0,1,2,3")
 
 
 @pytest.mark.parametrize(("nice", "is_told"), [(15, True), (5, False)], ids=["nicer", "as Ray"])
@@ -94,7 +103,7 @@ def test_an_actor_that_is_nicer_than_its_ray_says_what_to_set(
     address: list[str], nice: int, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(os, "getpriority", lambda which, pid: nice if pid == 0 else 5)
-    worker(bundled())._starter.close()
+    worker(bundled()).host.close()
     assert ("at nice 15" in caplog.text and "set RAY_worker_niceness=0" in caplog.text) == is_told
 
 
@@ -121,13 +130,12 @@ def test_a_rank_starts_again_after_each_end_and_its_end_is_told(
 
     async def main() -> None:
         own = worker(config)
-        assert (own._starter.standby_pid is not None) == has_standby
+        assert (own.host.standby_pid is not None) == has_standby
         pids = []
         for why in (None, "verifier 0 gave no sign of life", "unused"):
-            store = await own.start(config.to_json(), specs, env={}, front=front)
+            store = await own.start(config.to_json(), specs, env={}, flags={"front": front})
             assert store.startswith("127.0.0.1:")
-            assert own._process is not None
-            pids.append(own._process.process.pid)
+            pids += own.host.pids
             ended = asyncio.create_task(own.wait())
             await asyncio.sleep(0.1)
             if why == "unused":
@@ -143,8 +151,8 @@ def test_a_rank_starts_again_after_each_end_and_its_end_is_told(
             else:
                 assert exit.kind is ExitKind.KILLED and exit.message.startswith(f"{why} and was killed")
         with pytest.raises(EngineDead, match="exited with code 2 before it named a rendezvous store"):
-            await own.start(config.to_json(), specs, env={})  # without its front
-        own._starter.close()
+            await own.start(config.to_json(), specs, env={}, flags={})  # without its front
+        own.host.close()
         assert not any(map(is_running, pids)) and len(set(pids)) == 3
 
     asyncio.run(main())

@@ -39,7 +39,7 @@ class FakeTokenizing:
         return Health(not self.reason, self.reason)
 
 
-class FakeWorkerGroup:
+class FakeSupervisor:
     """Starts a fake engine each time, or fails if `error` is set."""
 
     def __init__(self, client: EngineClient, folder: Path) -> None:
@@ -65,7 +65,7 @@ class FakeWorkerGroup:
 class ReplicaOf(Replica):
     """A running replica, without Ray."""
 
-    _worker_group: Any
+    _supervisor: Any
     _tokenizing: Any
 
     def __init__(self, client: EngineClient, folder: Path) -> None:
@@ -73,7 +73,7 @@ class ReplicaOf(Replica):
         self._cannot_tokenize_since = math.inf
         self._tokenizing = FakeTokenizing()
         self._client.on_loss = self._engine_died
-        self._worker_group = FakeWorkerGroup(client, folder)
+        self._supervisor = FakeSupervisor(client, folder)
         self._restart = EngineRestart(client, self._start_engine, on_failure=self._give_up)
 
     def __del__(self) -> None:
@@ -103,8 +103,8 @@ async def test_a_hung_engine_is_replaced_and_its_requests_go_on(
     monkeypatch.setattr(cluster.serve.replica, "time", clock)
     client = EngineClient(progress_timeout_s=2 * TOKENIZER_GRACE_S)
     replica = ReplicaOf(client, tmp_path)
-    group = replica._worker_group
-    await group.start(None, None)
+    supervisor = replica._supervisor
+    await supervisor.start(None, None)
     await replica.check_health()
     replica._tokenizing.reason = "no text can be tokenized"
     await replica.check_health()
@@ -118,34 +118,34 @@ async def test_a_hung_engine_is_replaced_and_its_requests_go_on(
     replica._tokenizing.reason = ""
     await replica.check_health()
 
-    group.engines[0].hold.set()
+    supervisor.engines[0].hold.set()
     waiting = asyncio.create_task(last_chunk(client, Submit(id=1, prompt=[1], max_tokens=10)))
     async with asyncio.timeout(60):
-        while not group.engines[0].submitted:
+        while not supervisor.engines[0].submitted:
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)  # what it said before is read
     clock.now += 3 * TOKENIZER_GRACE_S
     await replica.check_health()
     assert "the engine is silent" in client.health().reason
     assert (await asyncio.wait_for(waiting, 60)).tokens == [1]
-    assert len(group.engines) == 2 and client.health() == (True, "")
+    assert len(supervisor.engines) == 2 and client.health() == (True, "")
     await replica.check_health()
-    assert exits == [] and not group.is_closed
+    assert exits == [] and not supervisor.is_closed
     await client.close()
-    group.close()
+    supervisor.close()
 
 
 async def test_a_broken_connection_alone_replaces_the_engine(tmp_path: Path, exits: list[int]) -> None:
     client = EngineClient(cause_wait_s=0.1)
-    group = ReplicaOf(client, tmp_path)._worker_group
-    await group.start(None, None)
-    group.engines[0].die()
+    supervisor = ReplicaOf(client, tmp_path)._supervisor
+    await supervisor.start(None, None)
+    supervisor.engines[0].die()
     async with asyncio.timeout(60):
-        while len(group.engines) < 2 or client.health() != (True, ""):
+        while len(supervisor.engines) < 2 or client.health() != (True, ""):
             await asyncio.sleep(0.02)
     assert len(await asyncio.wait_for(collected(client), 60)) == 1 and exits == []
     await client.close()
-    group.close()
+    supervisor.close()
 
 
 async def test_a_replica_whose_engines_do_not_start_fails_its_requests_and_exits(
@@ -153,10 +153,10 @@ async def test_a_replica_whose_engines_do_not_start_fails_its_requests_and_exits
 ) -> None:
     client = EngineClient()
     replica = ReplicaOf(client, tmp_path)
-    group = replica._worker_group
-    await group.start(None, None)
-    group.engines[0].hold.set()
-    group.error = RuntimeError("no GPU is left")
+    supervisor = replica._supervisor
+    await supervisor.start(None, None)
+    supervisor.engines[0].hold.set()
+    supervisor.error = RuntimeError("no GPU is left")
     waiting = asyncio.create_task(last_chunk(client, Submit(id=1, prompt=[1], max_tokens=10)))
     await asyncio.sleep(0.05)
     replica._engine_died("verifier 1 was killed")
@@ -165,7 +165,7 @@ async def test_a_replica_whose_engines_do_not_start_fails_its_requests_and_exits
     await asyncio.sleep(0.05)
     with pytest.raises(RuntimeError, match="verifier 1 was killed"):
         await replica.check_health()
-    assert exits == [1] and group.is_closed
+    assert exits == [1] and supervisor.is_closed
     await client.close()
 
 
@@ -187,8 +187,8 @@ async def test_a_replica_that_does_not_start_ends_what_it_has_started(
     def awaited(name: str) -> Callable[..., Any]:
         return AsyncMock(side_effect=step(name))
 
-    class Group:
-        start, close = staticmethod(awaited("start")), staticmethod(step("group closed"))
+    class Started:
+        start, close = staticmethod(awaited("start")), staticmethod(step("supervisor closed"))
 
     class Tokenizing:
         begin, ready = staticmethod(step("begin")), staticmethod(awaited("ready"))
@@ -199,13 +199,14 @@ async def test_a_replica_that_does_not_start_ends_what_it_has_started(
     monkeypatch.setattr(cluster.serve.replica.ray.util, "get_current_placement_group", lambda: None)
     for name, result in (("read_engine", (None, None)), ("with_tokenizer", (None, None)), ("fetch_weights", None)):
         monkeypatch.setattr(cluster.serve.replica, name, step(name, result))
-    monkeypatch.setattr(cluster.serve.replica, "WorkerGroup", lambda *args, **options: Group)
+    monkeypatch.setattr(cluster.serve.replica, "RayHost", lambda *args: None)
+    monkeypatch.setattr(cluster.serve.replica, "Supervisor", lambda *args, **options: Started)
     monkeypatch.setattr(cluster.serve.replica, "TokenizerPool", lambda tokenizer: Tokenizing)
     replica = Starting.__new__(Starting)
     with pytest.raises(RuntimeError, match=f"{fails} failed"):
         await replica.__init__({"device": "cpu"})  # type: ignore[misc]  # as Serve does
     await Replica.__del__(replica)
-    assert done[-1] == "group closed" and done.count("group closed") == 1
+    assert done[-1] == "supervisor closed" and done.count("supervisor closed") == 1
     assert ("tokenizing closed" in done) == ("begin" in done) == (fails in ("start", "ready"))
 
 
