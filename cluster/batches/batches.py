@@ -1,246 +1,259 @@
-"""The rows of batches, and who works on them.
+"""The rows of batches, their claims, and the answers to their lines.
 
 A batch is `validating`, then `in_progress` until every line has an answer, then `finalizing` while its files are
-written. One worker at a time validates a batch or writes its files; the lines are shared among all (`lines`). A batch
-that expires becomes `finalizing` with `expired_at`; a cancelled one is `cancelling` until its files are written.
+written. One worker at a time has it: a replica's runner that validates it, answers its lines, or writes its files. The
+claim ends when the status changes, or when its lease has ended and another worker takes the batch. Only the worker that
+has a batch records answers, and it answers only lines without one, so every line has exactly one answer.
+
+A batch that expires becomes `finalizing` without all answers; a cancelled one is `cancelling` until its files are
+written.
 """
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Sequence
-from typing import NamedTuple
+from http import HTTPStatus
+from typing import Any, NamedTuple
 
 from cluster.batches import files
-from cluster.batches.files import Page
-from secateur.batches_api import BatchObject, CreateBatchRequest, FileObject, InvalidLine, RequestCounts
-from secateur.responses import new_id
+from cluster.batches.database import Page, find_page, find_row
+from cluster.errors import BadRequest, HttpError
+from secateur.batches_api import (
+    BatchList,
+    BatchObject,
+    BatchStatus,
+    CreateBatchRequest,
+    FileObject,
+    InvalidLine,
+    InvalidLines,
+    RequestCounts,
+)
+from secateur.responses import ErrorResponse, new_id
 
 LEASE_S = 10.0
 """A worker that has not renewed its lease for this long is lost."""
 WINDOW_S = 24 * 3600
-_COLUMNS = BatchObject.model_fields.keys() - {"object", "errors", "request_counts", "metadata"}
 
 
-class NotCancellable(Exception):
-    """The batch has ended, or is about to."""
+class Claim(NamedTuple):
+    """A batch, as it was when a worker claimed it; its status says what the worker does."""
 
-
-class WrongPurpose(Exception):
-    """The file is no input."""
-
-
-class BatchClaim(NamedTuple):
-    """A batch that a worker validates (`status` is validating), or whose files it writes."""
-
-    id: str
+    batch: BatchObject
+    worker: str
     owner: str
-    status: str
-    endpoint: str
-    input_file_id: str
-    was_started: bool
-    is_expired: bool
     output_seconds: int | None
 
 
-def create(
-    db: sqlite3.Connection, body: CreateBatchRequest, owner: str | None, model: str, now: float
-) -> BatchObject | None:
-    """Add a batch; None if there is no such input file. Raises WrongPurpose."""
-    if (file := files.find(db, body.input_file_id, owner, now)) is None:
-        return None
+class LineAnswer(NamedTuple):
+    """A line of the output file, or of the error file, without its end."""
+
+    number: int
+    """Of the line in the input."""
+    text: str
+    is_error: bool
+
+
+def create(db: sqlite3.Connection, body: CreateBatchRequest, owner: str | None, model: str, now: float) -> BatchObject:
+    """Add a batch. Raises HttpError (404), BadRequest."""
+    file = files.find(db, body.input_file_id, owner, now, param="input_file_id")
     if file.purpose != "batch":
-        raise WrongPurpose(f"the file has the purpose {file.purpose!r}; upload the requests with purpose 'batch'")
-    id, expires = new_id("batch").replace("-", "_"), body.output_expires_after
+        message = f"the file has the purpose {file.purpose!r}; upload the requests with purpose 'batch'"
+        raise BadRequest(message, param="input_file_id")
+    id = new_id("batch").replace("-", "_")
+    batch = BatchObject(
+        id=id,
+        endpoint=body.endpoint,
+        model=model,
+        input_file_id=file.id,
+        completion_window=body.completion_window,
+        status="validating",
+        created_at=int(now),
+        expires_at=int(now) + WINDOW_S,
+        request_counts=RequestCounts(),
+        metadata=body.metadata,
+    )
+    output_seconds = None if body.output_expires_after is None else body.output_expires_after.seconds
     db.execute(
-        "INSERT INTO batches (id, owner, endpoint, model, input_file_id, completion_window, status, metadata, "
-        "output_seconds, created_at, expires_at) VALUES (?, ?, ?, ?, ?, ?, 'validating', ?, ?, ?, ?)",
+        "INSERT INTO batches (id, owner, model, input_file_id, output_seconds, expires_at, status, object) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
         (
-            id,
+            batch.id,
             owner or "",
-            body.endpoint,
             model,
-            body.input_file_id,
-            body.completion_window,
-            None if body.metadata is None else json.dumps(body.metadata),
-            None if expires is None else expires.seconds,
-            int(now),
-            int(now) + WINDOW_S,
+            file.id,
+            output_seconds,
+            batch.expires_at,
+            batch.status,
+            batch.model_dump_json(),
         ),
     )
-    return _batch_of(db.execute("SELECT * FROM batches WHERE id = ?", (id,)).fetchone())
+    return batch
 
 
-def find(db: sqlite3.Connection, id: str, owner: str | None) -> BatchObject | None:
-    """Return a batch; None if there is none, or not of this owner (None = anybody)."""
-    row = db.execute("SELECT * FROM batches WHERE id = ? AND owner = coalesce(?, owner)", (id, owner)).fetchone()
-    return None if row is None else _batch_of(row)
+def find(db: sqlite3.Connection, id: str, owner: str | None) -> BatchObject:
+    """Return a batch of this owner (None = anybody). Raises HttpError (404)."""
+    try:
+        return _batch_of(find_row(db, "batches", id, owner))
+    except KeyError:
+        raise _no_batch(id, "id") from None
 
 
-def page(db: sqlite3.Connection, part: Page, owner: str | None) -> list[BatchObject] | None:
-    """Return one entry more than the page has, if there are more; None if there is no batch `after`."""
-    seq = None
-    if part.after is not None:
-        found = db.execute("SELECT seq FROM batches WHERE id = ? AND owner = coalesce(?, owner)", (part.after, owner))
-        if (row := found.fetchone()) is None:
-            return None
-        [seq] = row
-    rows = db.execute(
-        "SELECT * FROM batches WHERE owner = coalesce(?, owner) AND coalesce(seq < ?, TRUE) ORDER BY seq DESC LIMIT ?",
-        (owner, seq, part.limit + 1),
-    )
-    return [_batch_of(row) for row in rows]
+def page(db: sqlite3.Connection, part: Page, owner: str | None) -> BatchList:
+    """Return a page of batches. Raises HttpError (404)."""
+    try:
+        found = find_page(db, "batches", part, owner)
+    except KeyError:
+        raise _no_batch(part.after, "after") from None
+    return BatchList.page([BatchObject.model_validate_json(each) for each in found], part.limit)
 
 
-def cancel(db: sqlite3.Connection, id: str, owner: str | None, now: float) -> BatchObject | None:
-    """Begin to cancel a batch; None if there is none. Raises NotCancellable."""
-    if (batch := find(db, id, owner)) is None:
-        return None
-    if batch.status not in ("validating", "in_progress", "cancelling"):
-        raise NotCancellable(f"cannot cancel a batch with status {batch.status!r}")
-    db.execute(
-        "UPDATE batches SET status = 'cancelling', cancelling_at = ?, worker = NULL "
-        "WHERE id = ? AND status IN ('validating', 'in_progress')",
-        (int(now), id),
-    )
-    return find(db, id, owner)
+def cancel(db: sqlite3.Connection, id: str, owner: str | None, now: float) -> BatchObject:
+    """Begin to cancel a batch. Raises HttpError (404, 409)."""
+    batch = find(db, id, owner)
+    if batch.status in ("validating", "in_progress"):
+        return _change(db, batch, status="cancelling", cancelling_at=int(now))
+    if batch.status != "cancelling":
+        message = f"cannot cancel a batch with status {batch.status!r}"
+        raise HttpError(HTTPStatus.CONFLICT, ErrorResponse.of(message, code="batch_not_cancellable"))
+    return batch
 
 
-def keep_alive(db: sqlite3.Connection, worker: str, now: float) -> set[str]:
-    """Renew a worker's lease, free what lost workers had, end batches whose time is over or whose lines are answered.
+def claim(db: sqlite3.Connection, worker: str, model: str, now: float, statuses: Sequence[BatchStatus]) -> Claim | None:
+    """Claim the oldest batch with one of these statuses that nobody has; end batches whose time is over.
 
-    Returns the ids of the batches in progress.
+    Only workers of its model validate and answer a batch; any worker writes its files.
     """
-    db.execute(
-        "INSERT INTO workers VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET lease_until = excluded.lease_until",
-        (worker, now + LEASE_S),
-    )
-    for row in db.execute("SELECT id FROM workers WHERE lease_until < ?", (now,)).fetchall():
-        db.execute("UPDATE lines SET num_losses = num_losses + 1 WHERE worker = ?", (row["id"],))
-        retire(db, row["id"])
-    db.execute(
-        "UPDATE batches SET status = 'finalizing', finalizing_at = :now, expired_at = :now, worker = NULL "
-        "WHERE status IN ('validating', 'in_progress') AND expires_at <= :now",
-        {"now": int(now)},
-    )
-    end_answered(db, now)
-    return {row["id"] for row in db.execute("SELECT id FROM batches WHERE status = 'in_progress'")}
-
-
-def end_answered(db: sqlite3.Connection, now: float) -> None:
-    """Begin to finalize the batches whose lines have all been answered."""
-    db.execute(
-        "UPDATE batches SET status = 'finalizing', finalizing_at = ? "
-        "WHERE status = 'in_progress' AND completed + failed = total",
-        (int(now),),
-    )
-
-
-def release(db: sqlite3.Connection, batch: BatchClaim, worker: str) -> None:
-    """Let another worker have a batch."""
-    db.execute("UPDATE batches SET worker = NULL WHERE id = ? AND worker = ?", (batch.id, worker))
-
-
-def retire(db: sqlite3.Connection, worker: str) -> None:
-    """Free all that a worker had claimed."""
-    db.execute("UPDATE lines SET worker = NULL WHERE worker = ?", (worker,))
-    db.execute("UPDATE batches SET worker = NULL WHERE worker = ?", (worker,))
-    db.execute("DELETE FROM workers WHERE id = ?", (worker,))
-
-
-def claim(db: sqlite3.Connection, worker: str, model: str) -> BatchClaim | None:
-    """Claim the oldest batch of a model that nobody validates, or of any model whose files nobody writes.
-
-    The lines of an earlier validation are gone.
-    """
+    expired = "SELECT object FROM batches WHERE status IN ('validating', 'in_progress') AND expires_at <= ?"
+    for row in db.execute(expired, (now,)).fetchall():
+        _change(db, _batch_of(row), status="finalizing", finalizing_at=int(now))
     row = db.execute(
-        "SELECT * FROM batches WHERE status IN ('validating', 'finalizing', 'cancelling') AND worker IS NULL "
-        "AND (model = ? OR status != 'validating') ORDER BY seq LIMIT 1",
-        (model,),
+        f"SELECT * FROM batches WHERE status IN ({', '.join('?' * len(statuses))}) "
+        "AND (worker IS NULL OR lease_until < ?) "
+        "AND (model = ? OR status IN ('finalizing', 'cancelling')) ORDER BY seq LIMIT 1",
+        (*statuses, now, model),
     ).fetchone()
     if row is None:
         return None
+    found = Claim(_batch_of(row), worker, row["owner"], row["output_seconds"])
     db.execute("UPDATE batches SET worker = ? WHERE id = ?", (worker, row["id"]))
-    if row["in_progress_at"] is None:
-        db.execute("DELETE FROM lines WHERE batch_id = ?", (row["id"],))
-    return BatchClaim(
-        id=row["id"],
-        owner=row["owner"],
-        status=row["status"],
-        endpoint=row["endpoint"],
-        input_file_id=row["input_file_id"],
-        was_started=row["in_progress_at"] is not None,
-        is_expired=row["expired_at"] is not None,
-        output_seconds=row["output_seconds"],
+    renew(db, found, now)
+    return found
+
+
+def renew(db: sqlite3.Connection, claim: Claim, now: float) -> bool:
+    """Renew a lease; return whether the worker still has the batch."""
+    done = db.execute(
+        "UPDATE batches SET lease_until = ? WHERE id = ? AND worker = ? AND status = ?",
+        (now + LEASE_S, claim.batch.id, claim.worker, claim.batch.status),
     )
+    return done.rowcount > 0
 
 
-def is_claimed(db: sqlite3.Connection, batch: BatchClaim, worker: str) -> bool:
-    """Return whether a claim still holds: the batch has the status that it had, and the worker was not lost."""
-    found = db.execute(
-        "SELECT 1 FROM batches WHERE id = ? AND worker = ? AND status = ?", (batch.id, worker, batch.status)
-    )
-    return found.fetchone() is not None
+def release(db: sqlite3.Connection, claim: Claim) -> None:
+    """Let other workers have a batch."""
+    db.execute("UPDATE batches SET worker = NULL WHERE id = ? AND worker = ?", (claim.batch.id, claim.worker))
 
 
-def start(db: sqlite3.Connection, batch: BatchClaim, worker: str, now: float) -> None:
-    """Begin to answer the lines of a valid batch."""
-    if is_claimed(db, batch, worker):
-        db.execute(
-            "UPDATE batches SET status = 'in_progress', in_progress_at = ?, worker = NULL, "
-            "total = (SELECT count(*) FROM lines WHERE batch_id = id) WHERE id = ?",
-            (int(now), batch.id),
-        )
+def start(db: sqlite3.Connection, claim: Claim, num_lines: int, now: float) -> None:
+    """Let a valid batch be answered."""
+    if batch := _held(db, claim):
+        _change(db, batch, status="in_progress", in_progress_at=int(now), request_counts=RequestCounts(total=num_lines))
 
 
-def fail(db: sqlite3.Connection, batch: BatchClaim, worker: str, errors: Sequence[InvalidLine], now: float) -> None:
+def fail(db: sqlite3.Connection, claim: Claim, errors: Sequence[InvalidLine], now: float) -> None:
     """End a batch whose input is wrong."""
-    if is_claimed(db, batch, worker):
-        db.execute(
-            "UPDATE batches SET status = 'failed', failed_at = ?, worker = NULL, errors = ? WHERE id = ?",
-            (int(now), json.dumps([error.model_dump() for error in errors]), batch.id),
-        )
+    if batch := _held(db, claim):
+        _change(db, batch, status="failed", failed_at=int(now), errors=InvalidLines(data=list(errors)))
         db.execute("DELETE FROM lines WHERE batch_id = ?", (batch.id,))
 
 
+def answered(db: sqlite3.Connection, batch_id: str) -> set[int]:
+    """Return the numbers of the lines that have an answer."""
+    rows = db.execute("SELECT number FROM lines WHERE batch_id = ? AND answer IS NOT NULL", (batch_id,))
+    return {number for (number,) in rows}
+
+
+def record(db: sqlite3.Connection, claim: Claim, answer: LineAnswer, now: float) -> bool:
+    """Record an answer, of which the last ends the batch; return False if the claim has been lost."""
+    if not (batch := _held(db, claim)):
+        return False
+    db.execute(
+        "INSERT INTO lines (batch_id, number, answer, is_error) VALUES (?, ?, ?, ?) "
+        "ON CONFLICT (batch_id, number) DO UPDATE SET answer = excluded.answer, is_error = excluded.is_error",
+        (batch.id, answer.number, answer.text, answer.is_error),
+    )
+    counts = batch.request_counts
+    if answer.is_error:
+        counts.failed += 1
+    else:
+        counts.completed += 1
+    if is_answered(batch):
+        _change(db, batch, status="finalizing", finalizing_at=int(now))
+    else:
+        _change(db, batch)
+    return True
+
+
+def lose(db: sqlite3.Connection, claim: Claim, number: int) -> int:
+    """Count that an engine was lost with a line; return how often that has happened. 0 = the claim has been lost."""
+    if not _held(db, claim):
+        return 0
+    db.execute(
+        "INSERT INTO lines (batch_id, number, num_losses) VALUES (?, ?, 1) "
+        "ON CONFLICT (batch_id, number) DO UPDATE SET num_losses = num_losses + 1",
+        (claim.batch.id, number),
+    )
+    row = db.execute("SELECT num_losses FROM lines WHERE batch_id = ? AND number = ?", (claim.batch.id, number))
+    [num_losses] = row.fetchone()
+    return num_losses
+
+
 def finish(
-    db: sqlite3.Connection,
-    batch: BatchClaim,
-    worker: str,
-    output: FileObject | None,
-    errors: FileObject | None,
-    now: float,
+    db: sqlite3.Connection, claim: Claim, output: FileObject | None, errors: FileObject | None, now: float
 ) -> bool:
     """End a batch whose files are written; None = it has no such lines. Returns False if the claim has been lost."""
-    if not is_claimed(db, batch, worker):
+    if not (batch := _held(db, claim)):
         return False
     for file in (output, errors):
         if file is not None:
-            files.insert(db, file, batch.owner)
-    status = "cancelled" if batch.status == "cancelling" else "expired" if batch.is_expired else "completed"
-    db.execute(
-        "UPDATE batches SET status = :status, output_file_id = :output, error_file_id = :errors, worker = NULL, "
-        "cancelled_at = iif(:status = 'cancelled', :now, NULL), completed_at = iif(:status = 'completed', :now, NULL), "
-        "expired_at = iif(:status = 'expired', :now, NULL) WHERE id = :id",
-        {
-            "status": status,
-            "output": output and output.id,
-            "errors": errors and errors.id,
-            "now": int(now),
-            "id": batch.id,
-        },
-    )
+            files.insert(db, file, claim.owner)
+    ended = "completed" if is_answered(batch) else "expired"
+    status = "cancelled" if batch.status == "cancelling" else ended
+    made = {"output_file_id": output and output.id, "error_file_id": errors and errors.id}
+    _change(db, batch, status=status, **{f"{status}_at": int(now)}, **made)
     db.execute("DELETE FROM lines WHERE batch_id = ?", (batch.id,))
     return True
 
 
+def is_answered(batch: BatchObject) -> bool:
+    """Return whether a batch has begun and every line has an answer."""
+    counts = batch.request_counts
+    return batch.in_progress_at is not None and counts.completed + counts.failed == counts.total
+
+
+def _held(db: sqlite3.Connection, claim: Claim) -> BatchObject | None:
+    """Return a claimed batch as it is now; None if it has another status or worker."""
+    row = db.execute(
+        "SELECT object FROM batches WHERE id = ? AND worker = ? AND status = ?",
+        (claim.batch.id, claim.worker, claim.batch.status),
+    ).fetchone()
+    return None if row is None else _batch_of(row)
+
+
+def _change(db: sqlite3.Connection, batch: BatchObject, **fields: Any) -> BatchObject:
+    """Save a batch with other values of these fields. A new status ends its worker's claim."""
+    new = batch.model_copy(update=fields)
+    db.execute(
+        "UPDATE batches SET worker = iif(status = ?1, worker, NULL), status = ?1, object = ?2 WHERE id = ?3",
+        (new.status, new.model_dump_json(), new.id),
+    )
+    return new
+
+
 def _batch_of(row: sqlite3.Row) -> BatchObject:
-    fields = {name: row[name] for name in _COLUMNS}
-    if row["errors"] is not None:
-        fields["errors"] = {"data": json.loads(row["errors"])}
-    if row["status"] == "finalizing":
-        fields["expired_at"] = None  # it is set while an expired batch's files are written
-    counts = RequestCounts(total=row["total"], completed=row["completed"], failed=row["failed"])
-    metadata = None if row["metadata"] is None else json.loads(row["metadata"])
-    return BatchObject.model_validate({**fields, "request_counts": counts, "metadata": metadata})
+    return BatchObject.model_validate_json(row["object"])
+
+
+def _no_batch(id: str | None, param: str) -> HttpError:
+    return HttpError(HTTPStatus.NOT_FOUND, ErrorResponse.of(f"No batch found with id {id!r}.", param=param))

@@ -9,78 +9,61 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-VERSION = 1
+VERSION = 2
 BUSY_S = 30.0
 """How long a transaction waits for those of other replicas."""
 
-_SCHEMA = """
-CREATE TABLE files (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE,
-    owner TEXT NOT NULL,
-    filename TEXT NOT NULL,
-    purpose TEXT NOT NULL,
-    bytes INTEGER NOT NULL,
-    created_at INTEGER NOT NULL,
-    expires_at INTEGER
-);
-CREATE TABLE batches (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE,
-    owner TEXT NOT NULL,
-    endpoint TEXT NOT NULL,
-    model TEXT NOT NULL,
-    input_file_id TEXT NOT NULL,
-    completion_window TEXT NOT NULL,
-    status TEXT NOT NULL,
-    metadata TEXT,
-    errors TEXT,
-    output_seconds INTEGER, -- life of the files with the answers; null = unlimited
-    output_file_id TEXT,
-    error_file_id TEXT,
-    created_at INTEGER NOT NULL,
-    expires_at INTEGER NOT NULL,
-    in_progress_at INTEGER,
-    finalizing_at INTEGER,
-    completed_at INTEGER,
-    failed_at INTEGER,
-    expired_at INTEGER,
-    cancelling_at INTEGER,
-    cancelled_at INTEGER,
-    total INTEGER NOT NULL DEFAULT 0,
-    completed INTEGER NOT NULL DEFAULT 0,
-    failed INTEGER NOT NULL DEFAULT 0,
-    worker TEXT -- who validates it, or writes its files
-);
-CREATE INDEX open_batches ON batches (seq) WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling');
--- The requests of batches that have not ended; their text stays in the input file.
-CREATE TABLE lines (
-    batch_id TEXT NOT NULL,
-    number INTEGER NOT NULL, -- of the line, from 1
-    custom_id TEXT NOT NULL,
-    offset INTEGER NOT NULL, -- in bytes
-    length INTEGER NOT NULL,
-    num_losses INTEGER NOT NULL DEFAULT 0, -- how often a worker or an engine was lost with it
-    worker TEXT, -- who answers it
-    answer TEXT, -- a line of the output or error file
-    is_error INTEGER,
-    UNIQUE (batch_id, number),
-    UNIQUE (batch_id, custom_id)
-);
-CREATE INDEX open_lines ON lines (batch_id, number) WHERE answer IS NULL AND worker IS NULL;
-CREATE INDEX claimed_lines ON lines (worker) WHERE worker IS NOT NULL;
--- A worker is a replica's runner. What it has claimed is free again when its lease has ended.
-CREATE TABLE workers (id TEXT PRIMARY KEY, lease_until REAL NOT NULL);
-"""
+_SCHEMA = (
+    """CREATE TABLE files (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        owner TEXT NOT NULL,
+        purpose TEXT NOT NULL,
+        expires_at INTEGER,
+        object TEXT NOT NULL -- JSON of a FileObject
+    )""",
+    """CREATE TABLE batches (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        owner TEXT NOT NULL,
+        model TEXT NOT NULL,
+        input_file_id TEXT NOT NULL,
+        output_seconds INTEGER, -- life of the files with the answers; null = unlimited
+        expires_at INTEGER NOT NULL,
+        status TEXT NOT NULL,
+        object TEXT NOT NULL, -- JSON of a BatchObject
+        worker TEXT, -- the replica's runner that validates it, answers it, or writes its files
+        lease_until REAL -- when others may take it from its worker
+    )""",
+    "CREATE INDEX open_batches ON batches (seq) "
+    "WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling')",
+    # What has become of requests of batches that have not ended. The requests stay in the input file.
+    """CREATE TABLE lines (
+        batch_id TEXT NOT NULL,
+        number INTEGER NOT NULL, -- of the line, from 1
+        num_losses INTEGER NOT NULL DEFAULT 0, -- how often an engine was lost with it
+        answer TEXT, -- a line of the output or error file
+        is_error INTEGER,
+        PRIMARY KEY (batch_id, number)
+    )""",
+)
+
+
+class Page(NamedTuple):
+    """Which part of a list to return. `after` is the id before its first entry."""
+
+    limit: int
+    after: str | None = None
+    order: Literal["asc", "desc"] = "desc"
 
 
 class BatchDatabase:
@@ -100,6 +83,12 @@ class BatchDatabase:
     ) -> T:
         """Run an action as one transaction. It is durable when this returns, and undone if it raises."""
         return await self._in_thread(lambda: self._run(lambda connection: action(connection, *args, **kwargs)))
+
+    @contextmanager
+    def reader(self) -> Iterator[sqlite3.Connection]:
+        """Yield a connection for long reads in another thread, which keep no transaction waiting."""
+        with closing(sqlite3.connect(self._path, timeout=BUSY_S)) as connection:
+            yield connection
 
     async def close(self) -> None:
         """Close the connection, after the actions that run."""
@@ -139,18 +128,35 @@ class BatchDatabase:
 def _make_tables(db: sqlite3.Connection) -> None:
     [found] = db.execute("PRAGMA user_version").fetchone()
     if found == 0:
-        for statement in _statements(_SCHEMA):
+        for statement in _SCHEMA:
             db.execute(statement)
         db.execute(f"PRAGMA user_version = {VERSION}")
     elif found != VERSION:
         raise RuntimeError(f"the batch folder has version {found}, this service reads {VERSION}; name another folder")
 
 
-def _statements(script: str) -> list[str]:
-    found, pending = [], ""
-    for line in script.splitlines():
-        pending += f"{line}\n"
-        if sqlite3.complete_statement(pending):
-            found.append(pending)
-            pending = ""
-    return found
+def find_row(db: sqlite3.Connection, table: Literal["files", "batches"], id: str, owner: str | None) -> sqlite3.Row:
+    """Return a row. Raises KeyError if there is none, or not of this owner (None = anybody)."""
+    row = db.execute(f"SELECT * FROM {table} WHERE id = ? AND owner = coalesce(?, owner)", (id, owner)).fetchone()
+    if row is None:
+        raise KeyError(id)
+    return row
+
+
+def find_page(
+    db: sqlite3.Connection,
+    table: Literal["files", "batches"],
+    part: Page,
+    owner: str | None,
+    where: str = "TRUE",
+    values: Sequence[object] = (),
+) -> list[str]:
+    """Return the objects of a page, and one more if there are more. Raises KeyError if there is no entry `after`."""
+    after = None if part.after is None else find_row(db, table, part.after, owner)["seq"]
+    sign, order = ("<", "DESC") if part.order == "desc" else (">", "ASC")
+    rows = db.execute(
+        f"SELECT object FROM {table} WHERE {where} AND owner = coalesce(?, owner) AND coalesce(seq {sign} ?, TRUE) "
+        f"ORDER BY seq {order} LIMIT ?",
+        (*values, owner, after, part.limit + 1),
+    )
+    return [row["object"] for row in rows]

@@ -7,28 +7,19 @@ import sqlite3
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from http import HTTPStatus
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from secateur.batches_api import FileObject
-from secateur.responses import new_id
+from cluster.batches.database import Page, find_page, find_row
+from cluster.errors import HttpError
+from secateur.batches_api import FileList, FileObject
+from secateur.responses import ErrorResponse, new_id
 
 ORPHAN_S = 3600
 """Content without a row is deleted at this age: an upload or a replica ended before it made the row."""
 _IN_USE = """SELECT id, status FROM batches WHERE input_file_id = ?
     AND status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"""
-
-
-class Page(NamedTuple):
-    """Which part of a list to return. `after` is the id before its first entry."""
-
-    limit: int
-    after: str | None = None
-    order: Literal["asc", "desc"] = "desc"
-
-
-class FileInUse(Exception):
-    """The file is the input of a batch that has not ended."""
 
 
 class FileFolder:
@@ -93,47 +84,39 @@ class FileFolder:
 def insert(db: sqlite3.Connection, file: FileObject, owner: str) -> None:
     """Add a row."""
     db.execute(
-        "INSERT INTO files (id, owner, filename, purpose, bytes, created_at, expires_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (file.id, owner, file.filename, file.purpose, file.bytes, file.created_at, file.expires_at),
+        "INSERT INTO files (id, owner, purpose, expires_at, object) VALUES (?, ?, ?, ?, ?)",
+        (file.id, owner, file.purpose, file.expires_at, file.model_dump_json()),
     )
 
 
-def find(db: sqlite3.Connection, id: str, owner: str | None, now: float) -> FileObject | None:
-    """Return a file; None if there is none, or not of this owner (None = anybody)."""
-    row = db.execute(
-        "SELECT * FROM files WHERE id = ? AND owner = coalesce(?, owner) AND coalesce(expires_at > ?, TRUE)",
-        (id, owner, now),
-    ).fetchone()
-    return None if row is None else _file_of(row)
+def find(db: sqlite3.Connection, id: str, owner: str | None, now: float, param: str = "id") -> FileObject:
+    """Return a file of this owner (None = anybody). Raises HttpError (404), which names `param`."""
+    try:
+        row = find_row(db, "files", id, owner)
+    except KeyError:
+        raise _no_file(id, param) from None
+    if row["expires_at"] is not None and row["expires_at"] <= now:
+        raise _no_file(id, param)
+    return FileObject.model_validate_json(row["object"])
 
 
-def page(
-    db: sqlite3.Connection, part: Page, owner: str | None, now: float, purpose: str | None
-) -> list[FileObject] | None:
-    """Return one entry more than the page has, if there are more; None if there is no file `after`."""
-    seq = None
-    if part.after is not None:
-        found = db.execute("SELECT seq FROM files WHERE id = ? AND owner = coalesce(?, owner)", (part.after, owner))
-        if (row := found.fetchone()) is None:
-            return None
-        [seq] = row
-    sign, order = ("<", "DESC") if part.order == "desc" else (">", "ASC")
-    rows = db.execute(
-        "SELECT * FROM files WHERE owner = coalesce(?, owner) AND coalesce(expires_at > ?, TRUE) "
-        f"AND purpose = coalesce(?, purpose) AND coalesce(seq {sign} ?, TRUE) ORDER BY seq {order} LIMIT ?",
-        (owner, now, purpose, seq, part.limit + 1),
-    )
-    return [_file_of(row) for row in rows]
+def page(db: sqlite3.Connection, part: Page, owner: str | None, now: float, purpose: str | None) -> FileList:
+    """Return a page of files. Raises HttpError (404)."""
+    where = "coalesce(expires_at > ?, TRUE) AND purpose = coalesce(?, purpose)"
+    try:
+        found = find_page(db, "files", part, owner, where, (now, purpose))
+    except KeyError:
+        raise _no_file(part.after, "after") from None
+    return FileList.page([FileObject.model_validate_json(each) for each in found], part.limit)
 
 
-def delete(db: sqlite3.Connection, id: str, owner: str | None, now: float) -> bool:
-    """Delete a row and return whether there was one. Raises FileInUse."""
-    if find(db, id, owner, now) is None:
-        return False
+def delete(db: sqlite3.Connection, id: str, owner: str | None, now: float) -> None:
+    """Delete a row. Raises HttpError: 404, or 409 if a batch reads the file."""
+    find(db, id, owner, now)
     if (row := db.execute(_IN_USE, (id,)).fetchone()) is not None:
-        raise FileInUse(f"the file is the input of batch {row['id']}, which is {row['status']}; cancel the batch first")
+        message = f"the file is the input of batch {row['id']}, which is {row['status']}; cancel the batch first"
+        raise HttpError(HTTPStatus.CONFLICT, ErrorResponse.of(message, param="id", code="file_in_use"))
     db.execute("DELETE FROM files WHERE id = ?", (id,))
-    return True
 
 
 def delete_expired(db: sqlite3.Connection, now: float) -> list[str]:
@@ -149,6 +132,5 @@ def without_row(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
     return [name for name in names if db.execute("SELECT 1 FROM files WHERE id = ?", (name,)).fetchone() is None]
 
 
-def _file_of(row: sqlite3.Row) -> FileObject:
-    columns = ("id", "bytes", "created_at", "expires_at", "filename", "purpose")
-    return FileObject.model_validate({name: row[name] for name in columns})
+def _no_file(id: str | None, param: str) -> HttpError:
+    return HttpError(HTTPStatus.NOT_FOUND, ErrorResponse.of(f"No such File object: {id}", param=param))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from secateur.batches_api import InvalidLine
 from secateur.jsonl import content_of, value_of
@@ -15,15 +15,19 @@ MAX_LINE_BYTES = 16 << 20
 """As much as the body of a request may have, without the line's end and a byte order mark."""
 _AROUND = len(b"\xef\xbb\xbf\r\n")
 _KEYS = ("custom_id", "method", "url", "body")
+_DUPLICATE = (
+    "The custom_id {!r} for this request is a duplicate of another request. The custom_id parameter must be unique for "
+    "each request in a batch."
+)
 
 
-class InputLine(NamedTuple):
-    """A valid line and its place in the file, in bytes."""
+class LineRequest(NamedTuple):
+    """A line that holds a request."""
 
     number: int
+    """Of the line, from 1."""
     custom_id: str
-    offset: int
-    length: int
+    body: dict[str, Any]
 
 
 class BadLine(Exception):
@@ -44,40 +48,40 @@ def _quoted(text: str) -> str:
     return text[:MAX_QUOTED_CHARS].encode("utf-8", "backslashreplace").decode()
 
 
-def read_lines(path: Path, endpoint: str, models: Sequence[str]) -> Iterator[InputLine | InvalidLine]:
-    """Yield every line that is not blank, or what is wrong with it. Holds one line at a time. Raises OSError."""
+def check(path: Path, endpoint: str, models: Sequence[str], max_problems: int) -> int | list[InvalidLine]:
+    """Return how many requests a file has, or what is wrong with it. Holds one line at a time. Raises OSError."""
+    problems: list[InvalidLine] = []
+    known: set[str] = set()
     num_requests = 0
-    with path.open("rb") as file:
-        for number, offset, raw in _raw_lines(file):
-            if raw is not None and not content_of(raw).strip():
-                continue
-            num_requests += 1
+    for number, raw in _lines(path):
+        num_requests += 1
+        try:
             if num_requests > MAX_LINES:
-                message = f"A batch has at most {MAX_LINES} requests; split the file."
-                yield InvalidLine(code="too_many_tasks", message=message, line=number)
-                return
-            try:
-                if raw is None:
-                    raise BadLine("invalid_request", f"This line has more than {MAX_LINE_BYTES} bytes; send less.")
-                request = parse(raw)
-                _check(request, endpoint, models)
-            except BadLine as problem:
-                yield problem.at(number)
-            else:
-                yield InputLine(number, request["custom_id"], offset, len(raw))
+                raise BadLine("too_many_tasks", f"A batch has at most {MAX_LINES} requests; split the file.")
+            if raw is None:
+                raise BadLine("invalid_request", f"This line has more than {MAX_LINE_BYTES} bytes; send less.")
+            _check(request := _parse(raw), endpoint, models)
+            if (custom_id := request["custom_id"]) in known:
+                raise BadLine("duplicate_custom_id", _DUPLICATE.format(custom_id), "custom_id")
+            known.add(custom_id)
+        except BadLine as problem:
+            problems.append(problem.at(number))
+            if num_requests > MAX_LINES or len(problems) > max_problems:
+                break
     if not num_requests:
-        yield InvalidLine(code="empty_file", message="The input file is empty.")
+        problems.append(InvalidLine(code="empty_file", message="The input file is empty."))
+    return problems or num_requests
 
 
-def body_at(path: Path, offset: int, length: int) -> dict[str, Any]:
-    """Return the body of a line that was valid. Raises OSError, BadLine if the file has changed."""
-    with path.open("rb") as file:
-        file.seek(offset)
-        body: dict[str, Any] = parse(file.read(length))["body"]
-        return body
+def requests_in(path: Path, without: Container[int]) -> Iterator[LineRequest]:
+    """Yield the requests of a valid file, but for these numbers. Raises OSError, BadLine if the file has changed."""
+    for number, raw in _lines(path):
+        if number not in without:
+            line = _parse(raw or b"")
+            yield LineRequest(number, line["custom_id"], line["body"])
 
 
-def parse(raw: bytes) -> dict[str, Any]:
+def _parse(raw: bytes) -> dict[str, Any]:
     """Return the object in a line. Raises BadLine."""
     try:
         line = value_of(content_of(raw))
@@ -88,18 +92,20 @@ def parse(raw: bytes) -> dict[str, Any]:
     return line
 
 
-def _raw_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes | None]]:
-    r"""Yield (number, offset, line); None for one that is too long. A line ends with \n, as in `secateur.jsonl`."""
-    number = offset = 0
-    while raw := file.readline(MAX_LINE_BYTES + _AROUND):
-        number += 1
-        if len(content_of(raw)) <= MAX_LINE_BYTES:
-            yield number, offset, raw
-        else:
-            yield number, offset, None
-            while raw and not raw.endswith(b"\n"):
+def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
+    r"""Yield (number, line) of every line that is not blank; None for one that is too long.
+
+    A line ends with \n, as in `secateur.jsonl`.
+    """
+    number = 0
+    with path.open("rb") as file:
+        while raw := file.readline(MAX_LINE_BYTES + _AROUND):
+            number += 1
+            is_too_long = len(content_of(raw)) > MAX_LINE_BYTES
+            if is_too_long or content_of(raw).strip():
+                yield number, None if is_too_long else raw
+            while is_too_long and raw and not raw.endswith(b"\n"):
                 raw = file.readline(MAX_LINE_BYTES)
-        offset = file.tell()
 
 
 def _check(line: dict[str, Any], endpoint: str, models: Sequence[str]) -> None:

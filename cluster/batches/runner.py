@@ -1,7 +1,8 @@
-"""Works on the batches of a folder, beside the runners of other replicas: claims, answers, records.
+"""Works on the batches of a folder, as the runners of other replicas do: validates, answers, writes files.
 
-Answers come from the service's own routes, called in this process. Interactive requests go first: a line begins only
-while the engine has fewer than `max_running` requests, whoever sent them, but for one line, which lets every batch end.
+Answers come from the service's own routes, called in this process. A runner answers the oldest batch that nobody has,
+and begins the next one when all its lines have begun. Interactive requests go first: a line begins only while the
+engine has fewer than `max_running` requests, whoever sent them, but for one line, which lets every batch end.
 """
 
 from __future__ import annotations
@@ -12,32 +13,34 @@ import logging
 import random
 import time
 import uuid
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple, Protocol
 
-from cluster.batches import batches, files, lines
+from cluster.batches import batches, files
 from cluster.batches.answer_lines import answered, unanswered
+from cluster.batches.batches import Claim, LineAnswer
 from cluster.batches.database import BatchDatabase
 from cluster.batches.files import FileFolder
-from cluster.batches.input_lines import BadLine, body_at
-from cluster.batches.lines import LineAnswer, LineClaim
-from cluster.batches.writing import validate, write_files
+from cluster.batches.input_lines import BadLine, LineRequest, requests_in
+from cluster.batches.writing import MISSING, validate, write_files
+from secateur.batches_api import BatchStatus
 from secateur.responses import IGNORED_HEADER
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
-"""How soon a runner notices batches that another replica has created."""
+"""How soon a runner notices what other replicas were asked for: new batches, and the end of its own."""
 ROOM_POLL_S = 0.05
 """How soon it notices that interactive requests have ended."""
 RETRY_S = 2.0
 """Pause after a failure of the disk, and after a 429 or 503 that names none."""
 SWEEP_S = 600.0
 MAX_LOSSES = 10
-"""How often a line may be with a lost engine or replica before it gets an error: it may be what kills them."""
+"""How often a line may be with a lost engine before it gets an error: it may be what kills them."""
+_FILE_WORK: tuple[BatchStatus, ...] = ("validating", "finalizing", "cancelling")
 
 
 class PostedAnswer(NamedTuple):
@@ -56,202 +59,172 @@ class Post(Protocol):
         """Return the response; cancelling it aborts the request in the engine. What it stores is the owner's."""
 
 
-class _Running(NamedTuple):
-    task: asyncio.Task[None]
-    num_choices: int
+class Backend(NamedTuple):
+    """The service that answers the lines."""
+
+    post: Post
+    num_pending: Callable[[], int]
+    """The engine's requests, whoever sent them."""
+    is_healthy: Callable[[], bool]
+    max_running: int
+    on_recorded: Callable[[int, int], None]
+    """Is told how many answers and errors were recorded."""
+
+
+class Over(Exception):
+    """The work on a batch ends here: it was cancelled, is another worker's now, or its engine was lost."""
 
 
 class BatchRunner:
     """One worker. `run` works until it is cancelled; `wake` says that there is something new."""
 
-    def __init__(
-        self,
-        database: BatchDatabase,
-        folder: FileFolder,
-        *,
-        models: Sequence[str],
-        post: Post,
-        num_pending: Callable[[], int],
-        is_healthy: Callable[[], bool],
-        max_running: int,
-        on_recorded: Callable[[int, int], None],
-    ) -> None:
-        """`num_pending`: the engine's requests; `on_recorded` is told how many answers and errors were recorded."""
-        self._database, self._folder, self._models, self._post = database, folder, models, post
-        self._num_pending, self._is_healthy, self._max_running = num_pending, is_healthy, max_running
-        self._on_recorded = on_recorded
+    def __init__(self, database: BatchDatabase, folder: FileFolder, models: Sequence[str], backend: Backend) -> None:
+        self._database, self._folder, self._models, self._backend = database, folder, models, backend
         self._worker = f"worker-{uuid.uuid4().hex}"
-        self._claimed: deque[LineClaim] = deque()
-        self._running: dict[LineClaim, _Running] = {}
-        self._answers: list[LineAnswer] = []  # not recorded yet
-        self._returned: dict[bool, list[LineClaim]] = {False: [], True: []}  # not released yet; by whether it is a loss
+        self._num_running = 0  # choices of lines
+        self._beginning: Claim | None = None
+        """The batch that has lines which have not begun."""
         self._swept = 0.0
-        self._news, self._beat, self._more, self._freed, self._written = (asyncio.Event() for _ in range(5))
+        self._news, self._freed = asyncio.Event(), asyncio.Event()
 
     def wake(self) -> None:
-        """Look for work now."""
-        for event in (self._news, self._beat, self._more):
-            event.set()
+        """Look for work now, and for the end of work."""
+        self._news.set()
 
     async def run(self) -> None:
         """Work until cancelled, then free what is claimed; other replicas, or the next process, go on with it."""
-        loops = (self._keep_alive, self._work_on_batches, self._start_lines, self._write)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for step in loops:
-                    tasks.create_task(self._again_and_again(step))
-        finally:
-            await self._stop(lambda line: True)
-            with suppress(Exception):  # the lease ends by itself
-                await self._record()
-                await self._database.run(batches.retire, self._worker)
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                try:
+                    await self._take_batch(tasks)
+                except Exception:
+                    await self._pause_after_failure()
 
-    async def _again_and_again(self, step: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            try:
-                await step()
-            except Exception:  # a full disk, for example
-                logger.exception("batches: trying again in %g s", RETRY_S)
-                await asyncio.sleep(RETRY_S)
+    async def _pause_after_failure(self) -> None:
+        logger.exception("batches: trying again in %g s", RETRY_S)  # a full disk, for example
+        await asyncio.sleep(RETRY_S)
 
-    # The lease
-
-    async def _keep_alive(self) -> None:
-        """Renew the lease; drop the lines of batches that were cancelled or have expired."""
-        active = await self._database.run(batches.keep_alive, self._worker, time.time())
-        await self._stop(lambda line: line.batch_id not in active)
-        await _wait(self._beat, batches.LEASE_S / 4)
-
-    async def _stop(self, is_over: Callable[[LineClaim], bool]) -> None:
-        ended = [line for line in self._running if is_over(line)]
-        tasks = [self._running[line].task for line in ended]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        ended += [line for line in self._claimed if is_over(line)]
-        self._claimed = deque(line for line in self._claimed if not is_over(line))
-        self._give_back(ended, is_loss=False)
-
-    # Batches
-
-    async def _work_on_batches(self) -> None:
-        batch = await self._database.run(batches.claim, self._worker, self._models[0])
-        if batch is None:
+    async def _take_batch(self, tasks: asyncio.TaskGroup) -> None:
+        """Validate a batch, write its files, or begin to answer it; if there is none, delete old files, and wait."""
+        may_answer = self._backend.is_healthy() and self._beginning is None
+        statuses = (*_FILE_WORK, "in_progress") if may_answer else _FILE_WORK
+        claim = await self._database.run(batches.claim, self._worker, self._models[0], time.time(), statuses)
+        if claim is None:
             if time.monotonic() > self._swept + SWEEP_S:
                 self._swept = time.monotonic()
                 await sweep(self._database, self._folder)
             await _wait(self._news, POLL_S)
-            return
+        elif claim.batch.status == "in_progress":
+            self._beginning = claim
+            tasks.create_task(self._work_on(claim))
+        else:
+            await self._work_on(claim)
+
+    async def _work_on(self, claim: Claim) -> None:
+        """Do what the batch's status asks for, until it is done or the claim is lost."""
         try:
-            if batch.status == "validating":
-                await validate(self._database, self._folder, batch, self._worker, self._models)
-                self._more.set()
-            else:
-                await write_files(self._database, self._folder, batch, self._worker)
-        except Exception:
-            await self._database.run(batches.release, batch, self._worker)
-            raise
+            async with asyncio.TaskGroup() as work:
+                lease = work.create_task(self._keep_alive(claim))
+                if claim.batch.status == "validating":
+                    await validate(self._database, self._folder, claim, self._models)
+                elif claim.batch.status == "in_progress":
+                    await self._answer_lines(claim)
+                else:
+                    await write_files(self._database, self._folder, claim)
+                lease.cancel()
+        except* Over:
+            pass
+        except* Exception:
+            await self._pause_after_failure()
+        finally:
+            self._all_begun(claim)
+            with suppress(Exception):  # the lease ends by itself
+                await self._database.run(batches.release, claim)
+            self.wake()  # the batch may have files to write, or others may be answered
+
+    async def _keep_alive(self, claim: Claim) -> None:
+        """Renew the lease until the claim is lost, then raise Over."""
+        while await self._database.run(batches.renew, claim, time.time()):
+            await asyncio.sleep(POLL_S)
+        raise Over
 
     # Lines
 
-    async def _start_lines(self) -> None:
-        """Start one line, or wait."""
-        if not self._is_healthy():
-            await self._stop(lambda line: line not in self._running)  # other replicas may have them
-            await _wait(self._more, POLL_S)
-            return
-        if not self._claimed:
-            claims = await self._database.run(lines.claim, self._worker, self._models[0], self._max_running)
-            self._claimed.extend(claims)  # in its own statement: `_stop` may put another deque there meanwhile
-        if not self._claimed:
-            await _wait(self._more, POLL_S)
-            return
-        line = self._claimed[0]
+    async def _answer_lines(self, claim: Claim) -> None:
+        """Answer the lines that have no answer. Raises Over."""
         try:
-            path = self._folder.path(line.input_file_id)
-            body = await asyncio.to_thread(body_at, path, line.offset, line.length)
-        except (OSError, BadLine, KeyError) as error:
-            body, problem = {}, unanswered(line.custom_id, "input_file_changed", f"The line cannot be read: {error}.")
-        else:
-            problem = ""
-        if line.num_losses >= MAX_LOSSES:
-            message = f"The engine or the replica was lost {MAX_LOSSES} times while it had this request."
-            problem = unanswered(line.custom_id, "request_lost", message)
-        while not self._has_room(num_choices := choices_of(body)):
+            done = await self._database.run(batches.answered, claim.batch.id)
+            todo = requests_in(self._folder.path(claim.batch.input_file_id), done)
+            async with asyncio.TaskGroup() as lines:
+                while (line := await asyncio.to_thread(next, todo, None)) is not None:
+                    await self._wait_for_room(num_choices := choices_of(line.body))
+                    self._num_running += num_choices
+                    task = lines.create_task(self._answer(claim, line))
+                    task.add_done_callback(partial(self._free, num_choices))
+                self._all_begun(claim)
+        except* (FileNotFoundError, BadLine):
+            logger.exception("batches: cannot read the input of %s", claim.batch.id)
+        # It is still in progress if the file lacks lines that it had.
+        await self._database.run(batches.fail, claim, [MISSING], time.time())
+
+    def _all_begun(self, claim: Claim) -> None:
+        if self._beginning is claim:
+            self._beginning = None
+            self.wake()
+
+    async def _wait_for_room(self, num_choices: int) -> None:
+        """Wait until a line with so many choices may begin. Raises Over if the engine is not healthy."""
+        engine = self._backend
+        while self._num_running and max(self._num_running, engine.num_pending()) + num_choices > engine.max_running:
             await _wait(self._freed, ROOM_POLL_S)
-        if not self._claimed or self._claimed[0] is not line:
-            return  # its batch has ended meanwhile
-        self._claimed.popleft()
-        if problem:
-            self._finish(LineAnswer(line, problem, is_error=True))
-            return
-        task = asyncio.create_task(self._answer(line, body))
-        self._running[line] = _Running(task, num_choices)
-        task.add_done_callback(lambda done: self._ended(line, done))
+        if not engine.is_healthy():
+            await asyncio.sleep(RETRY_S)  # meanwhile, the lines that run learn that their engine was lost
+            raise Over
 
-    def _has_room(self, num_choices: int) -> bool:
-        if len(self._answers) > self._max_running:
-            return False  # the disk does not keep up
-        if not self._running:
-            return True
-        own = sum(running.num_choices for running in self._running.values())
-        return max(own, self._num_pending()) + num_choices <= self._max_running
+    def _free(self, num_choices: int, _: asyncio.Task[None]) -> None:
+        self._num_running -= num_choices
+        self._freed.set()
 
-    async def _answer(self, line: LineClaim, body: dict[str, Any]) -> None:
-        request_id = f"{line.batch_id}-{line.number}"
-        content = json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass")
-        while True:
-            answer = await self._post(line.endpoint, content, request_id=request_id, owner=line.owner)
-            if answer.status != HTTPStatus.TOO_MANY_REQUESTS:
-                break
-            await asyncio.sleep(_retry_after_s(answer) * random.uniform(1, 2))
-        if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            self._give_back([line], is_loss=True)
+    async def _answer(self, claim: Claim, line: LineRequest) -> None:
+        """Answer a line and record it. Raises Over."""
+        request_id, is_error = f"{claim.batch.id}-{line.number}", True
+        try:
+            posted = await self._send(claim, line, request_id)
+        except Exception as error:
+            logger.exception("batches: line %d of %s failed", line.number, claim.batch.id)
+            text = unanswered(line.custom_id, "server_error", repr(error))
+        else:
+            if posted.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                text = await self._lost(claim, line)
+            else:
+                is_error = posted.status != HTTPStatus.OK
+                text = answered(
+                    line.custom_id,
+                    status=posted.status,
+                    request_id=request_id,
+                    body=posted.body,
+                    ignored=posted.headers.get(IGNORED_HEADER, ""),
+                )
+        if not await self._database.run(batches.record, claim, LineAnswer(line.number, text, is_error), time.time()):
+            raise Over
+        self._backend.on_recorded(int(not is_error), int(is_error))
+
+    async def _lost(self, claim: Claim, line: LineRequest) -> str:
+        """Return the answer to a line that was lost with its engine too often. Raises Over for one that was not."""
+        if await self._database.run(batches.lose, claim, line.number) < MAX_LOSSES:
             await asyncio.sleep(RETRY_S)  # or a dying engine would be asked again and again
-            return
-        text = answered(
-            line.custom_id,
-            status=answer.status,
-            request_id=request_id,
-            body=answer.body,
-            ignored=answer.headers.get(IGNORED_HEADER, ""),
-        )
-        self._finish(LineAnswer(line, text, is_error=answer.status != HTTPStatus.OK))
+            raise Over
+        message = f"The engine was lost {MAX_LOSSES} times while it had this request."
+        return unanswered(line.custom_id, "request_lost", message)
 
-    def _finish(self, answer: LineAnswer) -> None:
-        self._answers.append(answer)
-        self._written.set()
-
-    def _give_back(self, claims: Sequence[LineClaim], *, is_loss: bool) -> None:
-        self._returned[is_loss] += claims
-        self._written.set()
-
-    def _ended(self, line: LineClaim, task: asyncio.Task[None]) -> None:
-        del self._running[line]
-        self._freed.set()
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("batches: line %d of %s failed", line.number, line.batch_id, exc_info=error)
-            self._finish(LineAnswer(line, unanswered(line.custom_id, "server_error", repr(error)), is_error=True))
-
-    async def _write(self) -> None:
-        """Record answers, or wait for some."""
-        if not (self._answers or any(self._returned.values())):
-            await _wait(self._written, POLL_S)
-        await self._record()
-
-    async def _record(self) -> None:
-        """Record all answers and release all returned lines in one transaction; after a failure they are kept."""
-        answers, returned = list(self._answers), {is_loss: list(some) for is_loss, some in self._returned.items()}
-        if not (answers or any(returned.values())):
-            return
-        recorded = await self._database.run(lines.settle, self._worker, answers, returned, time.time())
-        del self._answers[: len(answers)]
-        for is_loss, some in returned.items():
-            del self._returned[is_loss][: len(some)]
-        num_errors = sum(answer.is_error for answer in recorded)
-        self._on_recorded(len(recorded) - num_errors, num_errors)
-        self._freed.set()
-        self._news.set()  # it may have been a batch's last line
+    async def _send(self, claim: Claim, line: LineRequest, request_id: str) -> PostedAnswer:
+        """Post a line until it is not refused for want of room."""
+        content = json.dumps(line.body, ensure_ascii=False).encode(errors="surrogatepass")
+        while True:
+            answer = await self._backend.post(claim.batch.endpoint, content, request_id=request_id, owner=claim.owner)
+            if answer.status != HTTPStatus.TOO_MANY_REQUESTS:
+                return answer
+            await asyncio.sleep(_retry_after_s(answer) * random.uniform(1, 2))
 
 
 async def sweep(database: BatchDatabase, folder: FileFolder) -> None:

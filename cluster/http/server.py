@@ -29,6 +29,7 @@ from functools import partial
 
 from fastapi import Depends, FastAPI
 
+from cluster.batches.runner import Backend
 from cluster.http import in_process, middleware, openapi
 from cluster.http.routes.batches import add_batch_routes, add_file_routes
 from cluster.http.routes.completions import add_completion_routes
@@ -59,13 +60,14 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         if service.batches is None:
             yield
             return
-        async with service.batches.running(
+        backend = Backend(
             post=partial(in_process.post, app),
             num_pending=lambda: service.engine.num_pending,
             is_healthy=lambda: service.health().ok,
             max_running=batch_share(service.config.max_num_seqs),
             on_recorded=service.metrics.observe_batch_lines,
-        ):
+        )
+        async with service.batches.running(backend):
             yield
 
     app = FastAPI(

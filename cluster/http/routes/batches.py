@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Annotated, Literal
 
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import FileResponse, Response
 from starlette.requests import ClientDisconnect
 
-from cluster.batches.files import Page
+from cluster.batches import batches, files
+from cluster.batches.database import Page
 from cluster.batches.service import BatchService
 from cluster.errors import not_found
 from cluster.http.openapi import errors
@@ -40,11 +42,11 @@ def add_file_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/files", response_model=FileObject, responses=errors(400, 404, 413), openapi_extra=FORM)
     async def upload_file(request: Request) -> Response:
-        batches = _folder(service)
-        draft = batches.folder.draft_path()
+        folder = _folder(service)
+        draft = folder.folder.draft_path()
         try:
             upload = await receive_upload(request, draft)
-            return json_reply(await batches.add_file(draft, upload.filename, upload.expires_s, service.owner(request)))
+            return json_reply(await folder.add_file(draft, upload.filename, upload.expires_s, service.owner(request)))
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         finally:
@@ -58,21 +60,26 @@ def add_file_routes(app: FastAPI, service: Service) -> None:
         after: After = None,
         order: Order = "desc",
     ) -> Response:
-        return json_reply(await _folder(service).list_files(Page(limit, after, order), purpose, service.owner(request)))
+        part = Page(limit, after, order)
+        database, owner = _folder(service).database, service.owner(request)
+        return json_reply(await database.run(files.page, part, owner, time.time(), purpose))
 
     @app.get("/v1/files/{id}", response_model=FileObject, responses=errors(404))
     async def file(id: str, request: Request) -> Response:
-        return json_reply(await _folder(service).file(id, service.owner(request)))
+        return json_reply(await _folder(service).database.run(files.find, id, service.owner(request), time.time()))
 
     @app.delete("/v1/files/{id}", response_model=DeletedFile, responses=errors(404, 409))
     async def delete_file(id: str, request: Request) -> Response:
-        await _folder(service).delete_file(id, service.owner(request))
+        folder = _folder(service)
+        await folder.database.run(files.delete, id, service.owner(request), time.time())
+        await asyncio.to_thread(folder.folder.delete, [id])
         return json_reply(DeletedFile(id=id))
 
     @app.get("/v1/files/{id}/content", response_class=FileResponse, responses=errors(404))
     async def file_content(id: str, request: Request) -> Response:
-        found = await _folder(service).file(id, service.owner(request))
-        return FileResponse(_folder(service).folder.path(id), media_type="application/jsonl", filename=found.filename)
+        folder = _folder(service)
+        found = await folder.database.run(files.find, id, service.owner(request), time.time())
+        return FileResponse(folder.folder.path(id), media_type="application/jsonl", filename=found.filename)
 
 
 def add_batch_routes(app: FastAPI, service: Service) -> None:
@@ -80,17 +87,23 @@ def add_batch_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/batches", response_model=BatchObject, responses=errors(400, 404, 413))
     async def create_batch(body: CreateBatchRequest, request: Request) -> Response:
-        created = await _folder(service).create_batch(body, service.owner(request))
+        folder, owner = _folder(service), service.owner(request)
+        created = await folder.database.run(batches.create, body, owner, service.model_id, time.time())
+        folder.wake()
         return json_reply(created, ignored_header(request, body.ignored()))
 
     @app.get("/v1/batches", response_model=BatchList, responses=errors(400, 404))
     async def list_batches(request: Request, limit: NumEntries = 20, after: After = None) -> Response:
-        return json_reply(await _folder(service).list_batches(Page(limit, after), service.owner(request)))
+        owner = service.owner(request)
+        return json_reply(await _folder(service).database.run(batches.page, Page(limit, after), owner))
 
     @app.get("/v1/batches/{id}", response_model=BatchObject, responses=errors(404))
     async def batch(id: str, request: Request) -> Response:
-        return json_reply(await _folder(service).batch(id, service.owner(request)))
+        return json_reply(await _folder(service).database.run(batches.find, id, service.owner(request)))
 
     @app.post("/v1/batches/{id}/cancel", response_model=BatchObject, responses=errors(404, 409))
     async def cancel_batch(id: str, request: Request) -> Response:
-        return json_reply(await _folder(service).cancel_batch(id, service.owner(request)))
+        folder, owner = _folder(service), service.owner(request)
+        cancelled = await folder.database.run(batches.cancel, id, owner, time.time())
+        folder.wake()
+        return json_reply(cancelled)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.batches import batches, files, lines, writing
+from cluster.batches import batches, files, writing
 from cluster.batches.database import BatchDatabase
 from cluster.batches.files import FileFolder
-from cluster.batches.lines import LineAnswer
 from cluster.batches.runner import sweep
+from cluster.errors import HttpError
 from secateur.batches_api import CreateBatchRequest, FileObject
 
 NUM_LINES, FILLER = 20_000, "y" * 2000
@@ -47,25 +47,28 @@ async def test_a_large_batch_takes_no_memory(database: BatchDatabase, folder: Fi
     )
     body = CreateBatchRequest(input_file_id="input", endpoint="/v1/completions", completion_window="24h")
     created = await database.run(batches.create, body, None, "model", time.time())
-    assert created is not None
-    tracemalloc.start()
-    claim = await database.run(batches.claim, "w", "model")
+    claim = await database.run(batches.claim, "w", "model", 0.0, ["validating"])
     assert claim is not None
-    await writing.validate(database, folder, claim, "w", "model")
-    num_recorded = 0
-    while claims := await database.run(lines.claim, "w", "model", 1000):
-        done = [LineAnswer(line, json.dumps({"n": line.number, "text": FILLER}), False) for line in claims]
-        num_recorded += len(await database.run(lines.record, "w", done, 0.0))
-    ending = await database.run(batches.claim, "w", "model")
-    assert ending is not None and ending.status == "finalizing"
-    await writing.write_files(database, folder, ending, "w")
+    tracemalloc.start()
+    await writing.validate(database, folder, claim, ["model"])
+    answering = await database.run(batches.claim, "w", "model", 0.0, ["in_progress"])
+    assert answering is not None
+    texts = ((n, json.dumps({"n": n, "text": FILLER})) for n in range(1, NUM_LINES))
+    insert = "INSERT INTO lines (batch_id, number, answer, is_error) VALUES (?, ?, ?, FALSE)"
+    await database.run(lambda db: db.executemany(insert, ((created.id, *each) for each in texts)))
+    await database.run(batches.cancel, created.id, None, 0.0)
+    ending = await database.run(batches.claim, "w", "model", 0.0, ["cancelling"])
+    assert ending is not None
+    await writing.write_files(database, folder, ending)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     batch = await database.run(batches.find, created.id, None)
-    assert batch is not None and batch.output_file_id is not None and batch.status == "completed"
-    assert num_recorded == batch.request_counts.total == NUM_LINES
+    assert batch.output_file_id is not None and batch.error_file_id is not None and batch.status == "cancelled"
+    assert batch.request_counts.total == NUM_LINES
     with folder.path(batch.output_file_id).open() as file:
-        assert [json.loads(line)["n"] for line in file] == list(range(1, NUM_LINES + 1))
+        assert [json.loads(line)["n"] for line in file] == list(range(1, NUM_LINES))
+    [missing] = folder.path(batch.error_file_id).read_text().splitlines()
+    assert json.loads(missing)["custom_id"] == f"r{NUM_LINES - 1}"
     assert peak < 20 << 20 < size, f"{peak >> 20} MiB"
 
 
@@ -82,4 +85,5 @@ async def test_expired_files_and_content_without_a_file_are_swept(database: Batc
     assert await database.run(batches.create, body, None, "model", now - 100)
     await sweep(database, folder)
     assert {path.name for path in folder.path("x").parent.iterdir()} == {"kept", "future", "used", "new.part"}
-    assert await database.run(files.find, "over", None, 0.0) is None
+    with pytest.raises(HttpError, match="over"):
+        await database.run(files.find, "over", None, 0.0)
