@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from secateur.errors import SecateurError
 
 PREFIX = "secateur_"
-_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
-
-
-class MetricSample(NamedTuple):
-    """One line of Prometheus's text format."""
-
-    name: str
-    labels: dict[str, str]
-    value: float
-
-
-def parse_metrics(text: str) -> list[MetricSample]:
-    """Return the samples of a text in Prometheus's format, version 0.0.4. Raises ValueError."""
-    samples = []
-    for line in text.split("\n"):
-        if not line.strip() or line.startswith("#"):
-            continue
-        if (match := _SAMPLE.fullmatch(line.strip())) is None:
-            raise ValueError(f"not a sample: {line[:100]!r}")
-        labels = {name: re.sub(r"\\.", _unescaped, value) for name, value in _LABEL.findall(match[2] or "")}
-        samples.append(MetricSample(match[1], labels, float(match[3])))
-    return samples
-
-
-def _unescaped(match: re.Match[str]) -> str:
-    return _ESCAPES.get(match[0], match[0])
 
 
 class Reading(NamedTuple):
@@ -56,14 +29,14 @@ def readings_of(text: str, at: float | None = None) -> list[Reading]:
     """Return the readings in a text of /metrics, one per replica. Raises SecateurError if it has none."""
     at = time.monotonic() if at is None else at
     try:
-        samples = [sample for sample in parse_metrics(text) if sample.name.startswith(PREFIX)]
+        families = list(text_string_to_metric_families(text))
     except ValueError as error:
         raise SecateurError(f"/metrics is not in Prometheus's text format: {error}") from None
     found: dict[tuple[str, str], dict[str, float]] = {}
-    for name, labels, value in samples:
-        values = found.setdefault((labels.get("model_name", ""), labels.get("replica", "")), {})
-        name = name.removeprefix(PREFIX).removesuffix("_total")
-        values[name] = values.get(name, 0.0) + value
+    for sample in (sample for family in families for sample in family.samples if sample.name.startswith(PREFIX)):
+        values = found.setdefault((sample.labels.get("model_name", ""), sample.labels.get("replica", "")), {})
+        name = sample.name.removeprefix(PREFIX).removesuffix("_total")
+        values[name] = values.get(name, 0.0) + sample.value
     if not found:
         raise SecateurError("/metrics has no metrics of Secateur; is this another service?")
     return [Reading(model, replica, at, values) for (model, replica), values in found.items()]

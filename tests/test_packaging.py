@@ -67,7 +67,7 @@ def phony_targets() -> set[str]:
 def test_a_client_installs_neither_torch_nor_ray() -> None:
     base = requirements(PROJECT["dependencies"])
     assert not {"torch", "ray", "transformers", "numpy", "fastapi"} & set(base)
-    assert {"httpx2", "pydantic", "pyyaml", "rich", "typer"} == set(base)
+    assert {"httpx2", "prometheus-client", "pydantic", "pyyaml", "rich", "typer"} == set(base)
 
 
 @pytest.mark.parametrize(("extra_name", "package"), [("engine", "torch"), ("engine", "transformers"), ("serve", "ray")])

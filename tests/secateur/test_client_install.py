@@ -21,7 +21,7 @@ from secateur.responses import SSE_DONE, CompletionChoice, CompletionChunk, Mode
 
 ROOT = Path(__file__).parents[2]
 LACKING = ["torch", "transformers", "numpy", "safetensors", "msgpack", "jinja2", "huggingface_hub", "tokenizers"]
-LACKING += ["ray", "fastapi", "starlette", "uvicorn", "prometheus_client", "psutil"]
+LACKING += ["ray", "fastapi", "starlette", "uvicorn", "psutil"]
 INSTALL = install_command("serve")
 
 

@@ -2,7 +2,6 @@
 
 import http.server
 import json
-import math
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -10,12 +9,11 @@ from contextlib import contextmanager
 from importlib import import_module
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.observe.metrics import Metrics, RequestTimes
 from secateur import cli
 from secateur.errors import SecateurError
-from secateur.top import Watch, lines_of_view, parse_metrics, readings_of, view_of
+from secateur.top import Watch, lines_of_view, readings_of, view_of
 from workers.comm.ipc import EngineStats
 
 TOP = import_module("secateur.cli.top")  # the package has the command under this name
@@ -58,25 +56,6 @@ SECOND = FIRST | {
     "verify_seconds": 0.25,
     "num_running": 4,
 }
-
-
-def test_samples_are_those_of_prometheus_own_parser():
-    text = metrics_text(model='a "b"\\c\nd', replica="{x}\u2028y", **FIRST)
-    families = text_string_to_metric_families(text)
-    expected = [(s.name, s.labels, s.value) for family in families for s in family.samples]
-    found = [tuple(sample) for sample in parse_metrics(text)]
-    assert len(found) > 50 and sorted(map(str, found)) == sorted(map(str, expected))
-
-
-@pytest.mark.parametrize("line", ["x", "x{} ", "x{a=1} y", "<html>"])
-def test_what_is_no_sample_is_an_error(line):
-    with pytest.raises(ValueError, match=r"sample|could not convert"):
-        parse_metrics(line)
-
-
-def test_special_values_and_time_stamps_are_read():
-    samples = parse_metrics('# HELP x\n\nx +Inf\ny{le="+Inf"} 3 1700000000\nz NaN\n')
-    assert [(s.name, s.value) for s in samples[:2]] == [("x", math.inf), ("y", 3.0)] and math.isnan(samples[2].value)
 
 
 def test_figures_since_the_start_are_ratios_of_the_counters():
