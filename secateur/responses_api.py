@@ -363,36 +363,39 @@ class OutputText(Response):
     logprobs: list[TokenLogprob] = []
 
 
-class OutputMessage(Response):
+class _Output(Response):
+    """What the items of an answer share."""
+
+    type: str
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
+
+
+class OutputMessage(_Output):
     """A message of the answer."""
 
     type: Literal["message"] = "message"
-    id: str
-    status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
     role: Literal["assistant"] = "assistant"
     content: list[OutputText] = []
 
 
-class OutputCall(Response):
+class _OutputCall(_Output):
+    call_id: str
+    name: str
+
+
+class OutputCall(_OutputCall):
     """A call of the answer."""
 
     type: Literal["function_call"] = "function_call"
-    id: str
-    call_id: str
-    name: str
     arguments: str = ""
-    status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
 
 
-class OutputCustomCall(Response):
+class OutputCustomCall(_OutputCall):
     """A call of a custom tool in the answer."""
 
     type: Literal["custom_tool_call"] = "custom_tool_call"
-    id: str
-    call_id: str
-    name: str
     input: str = ""
-    status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
 
     @property
     def arguments(self) -> str:
@@ -407,14 +410,12 @@ class ReasoningText(Response):
     text: str = ""
 
 
-class OutputReasoning(Response):
+class OutputReasoning(_Output):
     """The model's reasoning."""
 
     type: Literal["reasoning"] = "reasoning"
-    id: str
     summary: list[Any] = []
     content: list[ReasoningText] = []
-    status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
 
 
 class InputTokensDetails(Response):
