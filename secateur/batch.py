@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import re
@@ -20,10 +21,10 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Coroutine, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 from pydantic import ValidationError
 from rich.console import Console
@@ -42,6 +43,7 @@ from secateur.retries import OUTAGE_TIMEOUT_S
 from secateur.schema import problems_of
 
 MAX_PROBLEMS_SHOWN = 20
+Options = ParamSpec("Options")
 READS: dict[str, type[CompletionResponse] | type[ChatCompletionResponse]] = {
     "/v1/completions": CompletionResponse,
     "/v1/chat/completions": ChatCompletionResponse,
@@ -98,7 +100,7 @@ class BatchInput(NamedTuple):
         return self.digests.keys()
 
 
-def run_batch(
+async def run_batch_async(
     input_path: str | Path,
     output_path: str | Path,
     *,
@@ -125,40 +127,6 @@ def run_batch(
     first Ctrl-C waits for the requests in flight; the second stops at once. Raises BatchError, before anything is
     sent, if a file cannot be used, and AuthenticationError or APIConnectionError if the service cannot be used.
     """
-    return asyncio.run(
-        run_batch_async(
-            input_path,
-            output_path,
-            base_url=base_url,
-            client=client,
-            api_key=api_key,
-            concurrency=concurrency,
-            resume=resume,
-            ordered=ordered,
-            retries=retries,
-            timeout=timeout,
-            outage_timeout=outage_timeout,
-            progress=progress,
-        )
-    )
-
-
-async def run_batch_async(
-    input_path: str | Path,
-    output_path: str | Path,
-    *,
-    base_url: str | Sequence[str] = DEFAULT_BASE_URL,
-    client: AsyncClient | None = None,
-    api_key: str | None = None,
-    concurrency: int = 16,
-    resume: bool = True,
-    ordered: bool = False,
-    retries: int = 5,
-    timeout: float = DEFAULT_TIMEOUT_S,
-    outage_timeout: float = OUTAGE_TIMEOUT_S,
-    progress: bool | None = None,
-) -> BatchSummary:
-    """Run `run_batch` in the caller's event loop."""
     if concurrency < 1:
         raise BatchError(f"concurrency must be at least 1 (got {concurrency})")
     job, output_path = read_job(Path(input_path)), Path(output_path)
@@ -189,6 +157,18 @@ async def run_batch_async(
         await _Run(service, job, output, summary, bar, stop).answer_all(concurrency)
         summary.seconds = time.monotonic() - started
     return summary
+
+
+def _blocking(run: Callable[Options, Coroutine[Any, Any, BatchSummary]]) -> Callable[Options, BatchSummary]:
+    @functools.wraps(run)
+    def run_to_its_end(*args: Options.args, **kwargs: Options.kwargs) -> BatchSummary:
+        return asyncio.run(run(*args, **kwargs))
+
+    return run_to_its_end
+
+
+run_batch = _blocking(run_batch_async)
+"""`run_batch_async` in an event loop of its own, with the same parameters."""
 
 
 def _client_of(base_url: str | Sequence[str], **settings: Any) -> AsyncClient | EndpointPool:
