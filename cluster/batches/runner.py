@@ -19,6 +19,8 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple, Protocol
 
+import httpx2
+
 from cluster.batches import batches, files
 from cluster.batches.answer_lines import answered, unanswered
 from cluster.batches.batches import Claim, LineAnswer
@@ -43,19 +45,10 @@ MAX_LOSSES = 10
 _FILE_WORK: tuple[BatchStatus, ...] = ("validating", "finalizing", "cancelling")
 
 
-class PostedAnswer(NamedTuple):
-    """The response of a route."""
-
-    status: int
-    headers: dict[str, str]
-    """By lower-case names."""
-    body: str
-
-
 class Post(Protocol):
     """Sends a JSON body to a route of this process."""
 
-    async def __call__(self, path: str, body: bytes, *, request_id: str, owner: str) -> PostedAnswer:
+    async def __call__(self, path: str, body: bytes, *, request_id: str, owner: str) -> httpx2.Response:
         """Return the response; cancelling it aborts the request in the engine. What it stores is the owner's."""
 
 
@@ -194,15 +187,15 @@ class BatchRunner:
             logger.exception("batches: line %d of %s failed", line.number, claim.batch.id)
             text = unanswered(line.custom_id, "server_error", repr(error))
         else:
-            if posted.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            if posted.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
                 text = await self._lost(claim, line)
             else:
-                is_error = posted.status != HTTPStatus.OK
+                is_error = posted.status_code != HTTPStatus.OK
                 text = answered(
                     line.custom_id,
-                    status=posted.status,
+                    status=posted.status_code,
                     request_id=request_id,
-                    body=posted.body,
+                    body=posted.text,
                     ignored=posted.headers.get(IGNORED_HEADER, ""),
                 )
         if not await self._database.run(batches.record, claim, LineAnswer(line.number, text, is_error), time.time()):
@@ -217,12 +210,12 @@ class BatchRunner:
         message = f"The engine was lost {MAX_LOSSES} times while it had this request."
         return unanswered(line.custom_id, "request_lost", message)
 
-    async def _send(self, claim: Claim, line: LineRequest, request_id: str) -> PostedAnswer:
+    async def _send(self, claim: Claim, line: LineRequest, request_id: str) -> httpx2.Response:
         """Post a line until it is not refused for want of room."""
         content = json.dumps(line.body, ensure_ascii=False).encode(errors="surrogatepass")
         while True:
             answer = await self._backend.post(claim.batch.endpoint, content, request_id=request_id, owner=claim.owner)
-            if answer.status != HTTPStatus.TOO_MANY_REQUESTS:
+            if answer.status_code != HTTPStatus.TOO_MANY_REQUESTS:
                 return answer
             await asyncio.sleep(_retry_after_s(answer) * random.uniform(1, 2))
 
@@ -240,7 +233,7 @@ def choices_of(body: dict[str, Any]) -> int:
     return num_prompts * (num if type(num) is int and num > 0 else 1)
 
 
-def _retry_after_s(answer: PostedAnswer) -> float:
+def _retry_after_s(answer: httpx2.Response) -> float:
     given = answer.headers.get("retry-after", "")
     return float(given) if given.isdecimal() else RETRY_S
 

@@ -17,14 +17,6 @@ from secateur.batches_api import CreateBatchRequest, FileObject
 NUM_LINES, MODEL = 40, "model"
 
 
-@pytest.fixture
-async def database(tmp_path: Path):
-    opened = BatchDatabase(tmp_path / "batches.sqlite3")
-    await opened.open()
-    yield opened
-    await opened.close()
-
-
 def created(db: sqlite3.Connection) -> str:
     """Return the id of a new batch."""
     file = FileObject(id=f"file-{random.random()}", bytes=1, created_at=0, filename="a", purpose="batch")

@@ -21,14 +21,6 @@ NUM_LINES, FILLER = 20_000, "y" * 2000
 
 
 @pytest.fixture
-async def database(tmp_path: Path):
-    opened = BatchDatabase(tmp_path / "batches.sqlite3")
-    await opened.open()
-    yield opened
-    await opened.close()
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> FileFolder:
     made = FileFolder(tmp_path / "files")
     made.make()

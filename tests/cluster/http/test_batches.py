@@ -561,7 +561,7 @@ def test_a_line_that_engines_are_lost_with_again_and_again_gets_an_error(
     running = own(batch_dir=tmp_path)
 
     async def lost(*_: Any, **__: Any) -> Any:
-        return runner.PostedAnswer(503, {}, "{}")
+        return httpx2.Response(503, text="{}")
 
     batch_runner = running.service.batches._runner
     monkeypatch.setattr(batch_runner, "_backend", batch_runner._backend._replace(post=lost))
