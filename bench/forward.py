@@ -29,7 +29,8 @@ from verifier.worker import load
 from workers.comm import groups
 from workers.comm.ipc import Submit
 from workers.config import DraftConfig, EngineConfig, TreeConfig
-from workers.models.readers import read_spec, read_specs
+from workers.models.draft_methods import read_specs
+from workers.models.readers import read_spec
 from workers.settings import Rule
 
 NOTES = (

@@ -28,11 +28,12 @@ from secateur.requests import DEFAULTED, ChatCompletionRequest
 from secateur.schema import problems_of
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.models.config_json import read_json
+from workers.models.draft_methods import METHODS, check_kinds, method_of, read_draft_spec
 from workers.models.gguf import convert_weights, describe, is_gguf
 from workers.models.hub import fetch_weights as fetch_from_hub
 from workers.models.hub import resolve_path
-from workers.models.readers import check_kinds, read_draft_spec, read_spec
-from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, Specs, check_heads, check_parallel
+from workers.models.readers import read_spec
+from workers.models.specs import DraftSpec, ModelSpec, Specs, check_parallel
 
 _SOME_MESSAGES = [{"role": "user", "content": ""}]
 _UNKNOWN_MODEL_LEN = 2048  # the placement does not depend on it
@@ -125,7 +126,8 @@ def read_engine(args: EngineArgs, *, num_gpus: int | None = None) -> tuple[Engin
 def check_local_models(args: EngineArgs) -> None:
     """Refuse models in folders of this machine that are of the wrong kind. Takes no slow import. Raises ConfigError."""
     config = placement_config(resolve_devices(args, num_gpus=None))
-    names = [args.model, *([config.draft.model_path] if config.draft and config.draft.method != "ngram" else [])]
+    has_own = config.draft is not None and method_of(config.draft).weights == "own"
+    names = [args.model, config.draft.model_path] if config.draft and has_own else [args.model]
     if all(Path(resolve_model(name)).expanduser().is_dir() for name in names):
         path = model_folder(args.model)
         try:
@@ -208,7 +210,7 @@ def fetch_weights(args: EngineArgs, config: EngineConfig, progress: Progress | N
     """
     progress = progress or Progress(is_shown=False)
     names = [(args.model, config.model_path)]
-    if config.draft is not None and config.draft.method not in ("ngram", "mtp"):  # mtp layers come with the target
+    if config.draft is not None and method_of(config.draft).weights == "own":
         assert args.speculative_config is not None and args.speculative_config.model is not None
         names.append((args.speculative_config.model, config.draft.model_path))
     for name, folder in names:
@@ -247,31 +249,26 @@ def _user_cache() -> Path:
 
 def _with_folder(draft: DraftConfig, target: Path) -> DraftConfig:
     """Return the drafter's configuration with its folder. Raises ConfigError. target: the target's folder."""
-    if draft.method == "ngram":
-        return draft
-    return replace(draft, model_path=str(target if draft.method == "mtp" else model_folder(draft.model_path)))
+    match method_of(draft).weights:
+        case "none":
+            return draft
+        case "target":
+            return replace(draft, model_path=str(target))
+        case "own":
+            return replace(draft, model_path=str(model_folder(draft.model_path)))
 
 
 def _read_draft(draft: DraftConfig, target: ModelSpec) -> DraftSpec | None:
     """Read the drafter's configuration. Raises ConfigError if the drafter does not fit the target."""
-    if draft.method == "mtp":
+    if method_of(draft).weights == "target":
         _check_chain_of(draft.tree, target.num_mtp_layers)
     try:
         spec = read_draft_spec(draft, target)
-        _check_draft_parallel(spec, draft.tensor_parallel_size)
+        if spec is not None:
+            check_parallel(spec, draft.tensor_parallel_size)
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error).replace("tensor_parallel_size", "draft_tensor_parallel_size")) from error
     return spec
-
-
-def _check_draft_parallel(spec: DraftSpec | None, size: int) -> None:
-    match spec:
-        case Eagle3Spec():
-            check_heads(spec.num_heads, spec.num_kv_heads, size)
-        case FcHeadSpec():
-            check_parallel(spec.layers, size)
-        case ModelSpec():
-            check_parallel(spec, size)
 
 
 def _check_chain_of(tree: TreeConfig, num_layers: int) -> None:
@@ -290,7 +287,7 @@ def _placement(target: int, spec: SpeculativeConfig, num_gpus: int | None) -> Li
     """Return the drafter's placement: by default dedicated devices if there are enough. Raises ConfigError."""
     draft = spec.draft_tensor_parallel_size
     has_room = num_gpus is None or num_gpus >= target + draft
-    placement = spec.draft_placement or ("dedicated" if has_room and spec.method != "ngram" else "colocated")
+    placement = spec.draft_placement or ("dedicated" if has_room and METHODS[spec.method].is_model else "colocated")
     need = target + draft if placement == "dedicated" else target
     if num_gpus is not None and num_gpus < need:
         hint = "draft_placement='colocated', " if placement == "dedicated" and num_gpus >= target else ""
@@ -306,16 +303,16 @@ def _too_few(sizes: str, need: int, num_gpus: int, instead: str) -> ConfigError:
 
 
 def _draft(spec: SpeculativeConfig, target: str) -> DraftConfig:
+    method = METHODS[spec.method]
     return copied(
         DraftConfig,
         spec,
         "draft_",
         method=spec.method,
-        model_path=target if spec.method == "mtp" else spec.model or "",
+        model_path=target if method.weights == "target" else spec.model or "",
         prompt_lookup_min=spec.prompt_lookup_min or 0,
         prompt_lookup_max=spec.prompt_lookup_max or 0,
-        # N-gram lookup needs no device.
-        placement=spec.draft_placement or ("colocated" if spec.method == "ngram" else "dedicated"),
+        placement=spec.draft_placement or ("dedicated" if method.is_model else "colocated"),
         tree=copied(
             TreeConfig,
             spec,

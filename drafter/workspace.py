@@ -7,7 +7,8 @@ from collections import Counter
 from drafter.tree.tree_graphs import buckets
 from workers.config import EngineConfig, TreeConfig
 from workers.cuda_graphs import MOST_ROWS, sizes
-from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec
+from workers.models.draft_methods import method_of
+from workers.models.specs import DraftSpec
 from workers.sampling.gumbel_cache import MAX_BYTES as NOISE_BYTES
 from workers.workspace import (
     LIBRARY_BYTES,
@@ -40,11 +41,10 @@ def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
         return Workspace()
     assert config.draft is not None
     tree, item, ranks = config.draft.tree, config.item_bytes, config.draft_ranks
-    layers = spec.layers if isinstance(spec, FcHeadSpec) else spec
-    is_head = isinstance(spec, Eagle3Spec | FcHeadSpec)
-    shape = PassShape.of_head(layers, ranks) if is_head else PassShape.of_model(layers, ranks)  # type: ignore[arg-type]
+    layers, V = spec.layers, spec.draft_vocab_size
+    is_head = method_of(config.draft).reads_features
+    shape = PassShape.of_head(layers, ranks) if is_head else PassShape.of_model(layers, ranks)
     H = layers.hidden_size * is_head  # of a feature
-    V = spec.draft_vocab_size if isinstance(spec, Eagle3Spec) else layers.vocab_size
     own = sizes(config) if may_capture(config) else []
     most = max((size.rows for size in own), default=0)
     buffers = graph_bytes(shape, config, own, input_bytes=2 * 4 + H * item, widths=layers.hidden_size) + NOISE_BYTES

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from secateur.errors import ConfigError, Problem
 from secateur.install import smollm2_command
 from secateur.schema import Strict, did_you_mean, normalise_keys, unknown_key
-from secateur.settings import SHORTEST_REQUEST, EngineSettings
+from secateur.settings import SHORTEST_REQUEST, WEIGHTS, EngineSettings
 from secateur.speculative import Speculative, SpeculativeConfig, infer_method
 from secateur.token_tree import parse_token_tree
 from secateur.vllm_names import in_our_words
@@ -164,13 +164,9 @@ class EngineArgs(EngineSettings, Strict):
                     f"(got draft_tensor_parallel_size={draft}, tensor_parallel_size={target}): use {legal}",
                 )
             )
-        if spec.method == "mtp" and spec.model not in (None, self.model):
-            problems.append(
-                Problem(
-                    "speculative_config.model",
-                    f"method 'mtp' drafts with the target's own prediction layers, not with {spec.model!r}; remove it",
-                )
-            )
+        if WEIGHTS[spec.method] == "target" and spec.model not in (None, self.model):
+            layers = f"method {spec.method!r} drafts with the target's own prediction layers"
+            problems.append(Problem("speculative_config.model", f"{layers}, not with {spec.model!r}; remove it"))
         if self.max_model_len is not None and (spec.max_model_len or 0) > self.max_model_len:
             problems.append(
                 Problem(

@@ -21,6 +21,14 @@ SHORTEST_REQUEST = 2
 """One prompt token and one output token."""
 
 Method = Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"]
+WEIGHTS: dict[Method, Literal["own", "target", "none"]] = {
+    "ngram": "none",
+    "draft_model": "own",
+    "eagle": "own",
+    "eagle3": "own",
+    "mtp": "target",
+}
+"""Where a method's weights are: in a checkpoint of its own, which `model` names, in the target's, or nowhere."""
 TreePrune = Literal["off", "thresholds", "auto"]
 Acceptance = Literal["coupled", "rejection"]
 

@@ -9,11 +9,10 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from secateur.errors import ConfigError, Problem
 from secateur.schema import Strict, normalise_keys
-from secateur.settings import TREE_RULES, Acceptance, Probability, SpeculativeSettings, TreePrune
+from secateur.settings import TREE_RULES, WEIGHTS, Acceptance, Probability, SpeculativeSettings, TreePrune
 from secateur.token_tree import MAX_NODES, Path, parse_token_tree
 from secateur.vllm_names import SPECULATIVE_ADVICE
 
-NEED_MODEL = ("draft_model", "eagle", "eagle3")
 OFF_WITH_THRESHOLDS = "'off' contradicts the thresholds; write 'thresholds' or remove them"
 # These settings apply only with draft probabilities.
 USES_DRAFT_PROBS = ("draft_sample_method", "rejection_method", "draft_probs_min_temperature")
@@ -78,10 +77,11 @@ class SpeculativeConfig(SpeculativeSettings, Strict):
         return self
 
     def _model_rule(self) -> list[Problem]:
-        if self.method in NEED_MODEL and self.model is None:
+        weights = WEIGHTS[self.method]
+        if weights == "own" and self.model is None:
             return [Problem("model", f"method {self.method!r} needs a model; give the drafter's folder or id")]
-        if self.method == "ngram" and self.model is not None:
-            return [Problem("model", "method 'ngram' drafts from the prompt and takes no model; remove it")]
+        if weights == "none" and self.model is not None:
+            return [Problem("model", f"method {self.method!r} drafts from the prompt and takes no model; remove it")]
         return []
 
     def _tree_rules(self) -> list[Problem]:

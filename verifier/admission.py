@@ -7,12 +7,13 @@ from verifier.scheduler import Limits
 from verifier.speculation import rule_of, tree_limits
 from workers.comm.ipc import Submit
 from workers.config import EngineConfig
+from workers.models.draft_methods import method_of
 
 
 def request_of(submit: Submit, config: EngineConfig) -> Request:
     """Return the engine's state of a submitted request."""
     draft, size = config.draft, config.page_size
-    reads_features = draft is not None and draft.reads_features
+    reads_features = draft is not None and method_of(draft).reads_features
     feed_first = len(submit.prompt) // size * size if reads_features and config.enable_prefix_caching else 0
     return Request(submit, rule_of(submit, draft), tree_limits(submit, draft), int(reads_features), feed_first)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from workers.comm.ipc import Submit
 from workers.config import DraftConfig
+from workers.models.draft_methods import method_of
 from workers.settings import Rule, TreeLimits
 
 _DRAFTABLE_TOKENS = 3
@@ -30,7 +31,7 @@ def rule_of(submit: Submit, draft: DraftConfig | None) -> Rule:
     if (
         not wanted
         or acceptance.sample_method == "greedy"
-        or draft.method == "ngram"
+        or not method_of(draft).is_model
         or temperature == 0
         or temperature < acceptance.min_temperature
     ):

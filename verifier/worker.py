@@ -24,9 +24,9 @@ from workers.gc_freeze import freeze_start_up
 from workers.kernels.select import Kernels, kernels_for
 from workers.kv_cache import KVPool, kv_dtype
 from workers.kv_sizing import agree_on_pages
-from workers.models.eagle3_format import FeatureFusion
+from workers.models.draft_methods import method_of
 from workers.models.load import load_decoder
-from workers.models.specs import Eagle3Spec, Specs
+from workers.models.specs import Specs
 from workers.pulse import PULSE
 from workers.sampling.grammar import MASK_SECONDS, Grammars, TokenTable
 
@@ -162,11 +162,11 @@ class _FeatureSource(NamedTuple):
 
 
 def _feature_source(world: World, specs: Specs, dtype: torch.dtype) -> _FeatureSource:
-    draft = world.config.draft
-    if not world.leads or draft is None or not draft.reads_features:
+    draft, head = world.config.draft, specs.draft
+    if not world.leads or draft is None or head is None or not method_of(draft).reads_features:
         return _FeatureSource()
-    width, head = specs.target.hidden_size, specs.draft
-    if not isinstance(head, Eagle3Spec):
+    load, width = method_of(draft).load_fusion, specs.target.hidden_size
+    if load is None:
         return _FeatureSource(lambda state_ND: state_ND, width)
-    fusion = FeatureFusion.load(draft.model_path, head, device=world.device, dtype=dtype)
-    return _FeatureSource(fusion, 3 * width, head.tap_layers)
+    fusion = load(draft.model_path, head, world.device, dtype)
+    return _FeatureSource(fusion, len(head.tap_layers) * width, head.tap_layers)

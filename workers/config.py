@@ -132,7 +132,8 @@ class AcceptanceConfig:
 class DraftConfig:
     """The drafter: its weights, its ranks and the trees that it grows."""
 
-    method: Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"]
+    method: str
+    """A name in `workers.models.draft_methods.METHODS`."""
     model_path: str
     """The drafter's checkpoint: for MTP the target's, which contains the heads; for n-gram lookup empty."""
     prompt_lookup_min: int = 0
@@ -146,11 +147,6 @@ class DraftConfig:
     """Whether the engine goes on without drafts if it loses its drafter, until a new one connects."""
     tree: TreeConfig = TreeConfig()
     acceptance: AcceptanceConfig = AcceptanceConfig()
-
-    @property
-    def reads_features(self) -> bool:
-        """True if each input token comes with the target's hidden state of the token before it."""
-        return self.method in ("eagle", "eagle3", "mtp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,7 +110,7 @@ class PassShape:
     num_windows: int = 1
 
     @staticmethod
-    def of_model(spec: ModelSpec, ranks: int, num_taps: int = 0) -> PassShape:
+    def of_model(spec: Eagle3Spec | ModelSpec, ranks: int, num_taps: int = 0) -> PassShape:
         """Return a model's shape, whose residual stream is captured `num_taps` times."""
         return _shape(spec, ranks, kept=num_taps * spec.hidden_size, taps=num_taps)
 

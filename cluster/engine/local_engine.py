@@ -20,7 +20,7 @@ from cluster.engine.supervisor import Supervisor
 from cluster.system.gpus import VARIABLE, gpu_names
 from secateur.errors import ConfigError
 from workers.config import EngineConfig
-from workers.models.readers import read_specs
+from workers.models.draft_methods import read_specs
 from workers.models.specs import Specs
 
 

@@ -11,16 +11,14 @@ from workers.config import EngineConfig
 from workers.kernels.block_scaled import tile_columns
 from workers.models.checkpoint import MTP_PREFIXES, Weights
 from workers.models.config_json import fp8_block, read_json
-from workers.models.readers import read_specs
-from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, TransformersSpec
+from workers.models.draft_methods import METHODS, method_of, read_specs
+from workers.models.specs import DraftSpec, Eagle3Spec, ModelSpec, Shapes, TransformersSpec
 
 _TOKEN_ID_BYTES = 4
 _CONTEXT_BYTES = 512 << 20
 """CUDA takes this much for each process on a device (assumed, not measured)."""
 _REPLICATED = ("embed_tokens.weight", "fc.weight", "input_proj.weight")
 """Matrices that every rank holds whole, see `workers.models.decoder`, `eagle3_format` and `drafter.proposers.eagle`."""
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +58,10 @@ def model_shards(config: EngineConfig) -> list[ModelShard]:
     item, kv_item, draft = config.item_bytes, config.kv_item_bytes, config.draft
     own = {name: shape for name, shape in stored.items() if not name.startswith(MTP_PREFIXES)}
     sizes = sizes_in_8_bits(config, config.model_path, target, config.tensor_parallel_size)
-    reads_taps = draft is not None and draft.method == "eagle3"
-    width = (3 if reads_taps else 1) * target.hidden_size if draft is not None and draft.reads_features else 0
-    workspace = target_workspace(config, target, num_taps=3 if reads_taps else 0, state_width=width)
+    method = METHODS["ngram"] if draft is None else method_of(draft)
+    num_taps = 0 if spec is None else len(spec.tap_layers)
+    width = max(num_taps, 1) * target.hidden_size * method.reads_features
+    workspace = target_workspace(config, target, num_taps=num_taps, state_width=width)
     shard = model_shard(own, target, config.tensor_parallel_size, item, kv_item, sizes)
     found = [replace(shard, state_bytes=width * item, workspace_bytes=workspace.total)]
     if draft is None:
@@ -72,18 +71,15 @@ def model_shards(config: EngineConfig) -> list[ModelShard]:
     if spec is None:
         return [*found, ModelShard(token_bytes=_TOKEN_ID_BYTES)]
     sizes = sizes_in_8_bits(config, draft.model_path or config.model_path, spec, config.draft_ranks)
-    if draft.method == "mtp":
+    if method.weights == "target":
         shapes = {name: shape for name, shape in stored.items() if name.startswith(MTP_PREFIXES)}
     shapes = shapes or expected_shapes(spec, draft.model_path)
-    if isinstance(spec, ModelSpec):
-        own_shard = model_shard(shapes, spec, config.draft_ranks, item, kv_item, sizes)
-        return [*found, replace(own_shard, workspace_bytes=beside)]
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        if name in stored and name.removeprefix("model.") not in shapes:
-            shapes[name] = stored[name]
-    layers = spec.layers if isinstance(spec, FcHeadSpec) else spec
-    head = model_shard(shapes, layers, config.draft_ranks, item, kv_item, sizes)
-    return [*found, replace(head, workspace_bytes=beside)]
+    if method.reads_features:  # a head without an embedding or a vocabulary head uses the target's
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            if name in stored and name.removeprefix("model.") not in shapes:
+                shapes[name] = stored[name]
+    own_shard = model_shard(shapes, spec.layers, config.draft_ranks, item, kv_item, sizes)
+    return [*found, replace(own_shard, workspace_bytes=beside)]
 
 
 def model_shard(
@@ -122,7 +118,7 @@ def model_shard(
         token_bytes=token * kv_item,
         matmul_items=multiplied,
         expert_items=experts,
-        expert_share=spec.expert_share if isinstance(spec, ModelSpec) else 1.0,
+        expert_share=spec.expert_share,
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         attention_width=spec.num_heads * spec.head_dim // ranks,
@@ -186,43 +182,11 @@ def _of_text_model(shapes: Shapes) -> Shapes:
 
 def expected_shapes(spec: DraftSpec, folder: Path | str) -> Shapes:
     """Return the matrix shapes of a checkpoint when only its config.json is in `folder`."""
-    match spec:
-        case TransformersSpec():
-            from workers.models.transformers_spec import parameter_shapes
+    if isinstance(spec, TransformersSpec):
+        from workers.models.transformers_spec import parameter_shapes
 
-            return parameter_shapes(folder)
-        case Eagle3Spec():
-            head = {"lm_head.weight": (spec.draft_vocab_size, spec.hidden_size)}
-            fc = {"fc.weight": (spec.hidden_size, 3 * spec.target_hidden_size)}
-            return fc | _layers(spec, "layers", first_input=2 * spec.hidden_size) | head
-        case FcHeadSpec():
-            hidden = spec.layers.hidden_size
-            return {f"{spec.fc}.weight": (hidden, 2 * hidden)} | _layers(spec.layers, "layers")
-        case ModelSpec():
-            shapes: Shapes = {"model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size)}
-            if not spec.tie_embeddings:
-                shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
-            return shapes | _layers(spec, "model.layers")
-
-
-def _layers(spec: ModelSpec | Eagle3Spec, prefix: str, first_input: int | None = None) -> Shapes:
-    """Return the matrix shapes of decoder layers. first_input: input width of the first layer's attention."""
-    heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    shapes: Shapes = {}
-    for number in range(spec.num_layers):
-        wide = first_input if first_input is not None and number == 0 else hidden
-        layer = {
-            "self_attn.q_proj": (heads, wide),
-            "self_attn.k_proj": (kv, wide),
-            "self_attn.v_proj": (kv, wide),
-            "self_attn.o_proj": (hidden, heads),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-        }
-        shapes |= {f"{prefix}.{number}.{name}.weight": shape for name, shape in layer.items()}
-    return shapes
+        return parameter_shapes(folder)
+    return spec.matrix_shapes()
 
 
 def pages_on_device(config: EngineConfig, found: list[ModelShard], memory_bytes: float) -> int:

@@ -7,6 +7,7 @@ from cluster.engine.rank_placement import rank_placements
 from cluster.planner.memory import ModelShard
 from cluster.serve.placement import Bundle, group_bundles
 from workers.config import EngineConfig
+from workers.models.draft_methods import method_of
 
 
 def describe(name: str, config: EngineConfig, shards: list[ModelShard]) -> str:
@@ -78,9 +79,9 @@ def _describe_draft(config: EngineConfig) -> str:
         return "none: no speculation"
     tree = draft.tree
     shape = f"{tree.kind} trees of up to {tree.num_speculative_tokens} nodes, depth {tree.max_depth}"
-    if draft.method == "ngram":
+    if not method_of(draft).is_model:
         lengths = f"{draft.prompt_lookup_min} to {draft.prompt_lookup_max} tokens"
-        return f"n-gram lookup, matches of {lengths} (ngram, {draft.placement}, {shape})"
+        return f"n-gram lookup, matches of {lengths} ({draft.method}, {draft.placement}, {shape})"
     return f"{draft.model_path} ({draft.method}, {draft.placement}, {shape})"
 
 

@@ -21,6 +21,7 @@ from cluster.serve.replica import Replica
 from cluster.serve.routing import router_config
 from secateur.config import AppArgs, EngineArgs
 from secateur.errors import ConfigError
+from workers.models.draft_methods import METHODS
 
 __all__ = ["APP_NAME", "build"]
 
@@ -102,7 +103,7 @@ def application_of(
 def _colocated_where_needed(args: EngineArgs, num_gpus: int, on_one: bool) -> EngineArgs:
     """Colocate the drafter with the verifier if there are too few GPUs for a dedicated one and no placement is set."""
     spec, size = args.speculative_config, args.tensor_parallel_size
-    if args.device != "cuda" or spec is None or spec.draft_placement is not None or spec.method == "ngram":
+    if args.device != "cuda" or spec is None or spec.draft_placement is not None or not METHODS[spec.method].is_model:
         return args
     both = size + spec.draft_tensor_parallel_size
     if not size <= num_gpus < both:

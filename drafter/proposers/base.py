@@ -36,7 +36,13 @@ from workers.types import AttentionMetadata, DraftRequest
 
 
 class Proposer(DraftDistributions, Protocol):
-    """One draft model on one rank, between a DraftRequest and `grow`."""
+    """One draft model on one rank, between a DraftRequest and `grow`.
+
+    width: of the features that it reads, 0 = none. graphs: of its passes; None = eager execution.
+    """
+
+    width: int
+    graphs: Graphs | None
 
     def extend(self, request: DraftRequest) -> RootLogits:
         """Feed all rows; return the root logits [G, V] of the requests that want a tree, in order."""

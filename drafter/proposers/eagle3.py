@@ -34,7 +34,7 @@ from workers.models.checkpoint import Weights
 from workers.models.decoder import DecoderLayer, is_legacy, load_attention, load_layer, load_mlp
 from workers.models.eagle3_format import FUSION_TENSORS, UNUSED_TENSORS, load_target_ids, open_eagle3
 from workers.models.layers import SINGLE, Attention, Mlp, TensorParallel, VocabHead, gather_vocab
-from workers.models.specs import Eagle3Spec, check_heads
+from workers.models.specs import Eagle3Spec, check_parallel
 
 
 class Eagle3Head(FeatureHead):
@@ -84,7 +84,7 @@ class Eagle3Head(FeatureHead):
         Raises:
             ValueError: tp.size does not divide the attention heads, or a tensor is missing or unknown.
         """
-        check_heads(spec.num_heads, spec.num_kv_heads, tp.size)
+        check_parallel(spec, tp.size)
         weights = open_eagle3(path, dtype, device, kernels)
         spec = replace(spec, qk_norm=spec.qk_norm or weights.has("midlayer.self_attn.q_norm.weight"))
         target = Weights(target_path, dtype, device)

@@ -8,6 +8,7 @@ Legend: M packed rows, V vocabulary, H draft hidden width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +49,19 @@ class FeatureHead(ABC):
         self._layer_shapes = layers
         self._embedding_VH = embedding_VH
         self._rope = Rope(layers.rope, self.dtype, self.device, kernels.rotation)
+
+    @staticmethod
+    @abstractmethod
+    def load(
+        spec: Any,
+        path: Path | str,
+        target_path: Path | str,
+        tp: TensorParallel,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        kernels: Kernels,
+    ) -> FeatureHead:
+        """Load this rank's shard of the head that its description `spec` describes."""
 
     @abstractmethod
     def forward(

@@ -23,7 +23,9 @@ import numpy as np
 
 from drafter.proposers.base import fed_slots
 from drafter.tree.frontier import DraftVocabulary, Frontier, NgramCandidates
+from drafter.tree.tree_graphs import TreeGraphs
 from workers.config import MAX_TREE_NODES
+from workers.cuda_graphs import Graphs
 from workers.types import DraftRequest
 
 ESCAPE = 2.0
@@ -78,7 +80,9 @@ class NgramProposer:
     """Looks candidates up on the host. Every drafter rank finds the same ones, so ranks exchange nothing."""
 
     BYTES_PER_SLOT = np.dtype(np.int32).itemsize
-    graphs = tree_graphs = None
+    width = 0
+    graphs: Graphs | None = None
+    tree_graphs: TreeGraphs | None = None
 
     def __init__(self, lengths: MatchLengths, vocab_size: int, num_pages: int, page_size: int) -> None:
         self.vocab = DraftVocabulary(target_size=vocab_size)

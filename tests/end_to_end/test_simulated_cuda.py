@@ -29,10 +29,9 @@ from cluster.bench.runner import GenerationJob, Runner
 from cluster.engine.engine_client import EngineClient
 from cluster.engine.local_engine import LocalEngine
 from cluster.engine.rank_exits import EngineDead
-from drafter import worker as drafter_worker
 from drafter.drafter import Drafter as DraftModel
 from drafter.drafter import warm_up_requests
-from drafter.proposers.ngram import NgramProposer
+from drafter.methods import load_proposer
 from drafter.tree.policy import make_tree_policy
 from tests.support.simulated_cuda import simulated_cuda
 from verifier import worker as verifier_worker
@@ -48,8 +47,8 @@ from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCost
 from workers.cuda_graphs import Graphs, Recorder
 from workers.kernels.select import kernels_for
 from workers.models.decoder import Decoder
+from workers.models.draft_methods import method_of, read_specs
 from workers.models.layers import TensorParallel
-from workers.models.readers import read_specs
 from workers.settings import Constraints, SamplingSettings
 from workers.types import DraftRequest
 
@@ -225,11 +224,11 @@ def run(config: EngineConfig, jobs: list[Submit]) -> Run:
         specs = read_specs(config)
         target, num_pages = verifier_worker.load(verifier, specs)
         assert config.draft is not None
-        is_model = config.draft.method != "ngram"
+        is_model = method_of(config.draft).is_model
         kernels = kernels_for(device if is_model else "cpu", config.kernels, config.enforce_eager)
-        proposer = drafter_worker._load(drafter, specs, kernels)
+        proposer = load_proposer(drafter, specs, kernels)
         draft = DraftModel(proposer, make_tree_policy(config.draft.tree), kernels=kernels).draft
-        if not isinstance(proposer, NgramProposer):
+        if is_model:
             for request in warm_up_requests(config, proposer.width):
                 draft(request)
         warm_up(target, config, num_pages)

@@ -23,7 +23,7 @@ from workers.comm.channel import Channel
 from workers.comm.groups import World
 from workers.comm.ipc import Submit
 from workers.config import EngineConfig
-from workers.models.readers import read_specs
+from workers.models.draft_methods import read_specs
 from workers.settings import SamplingSettings
 from workers.types import DraftReply, TargetStep
 

@@ -17,7 +17,7 @@ from verifier.target import Target
 from workers.comm import groups
 from workers.comm.groups import World
 from workers.comm.ipc import Submit
-from workers.models.readers import read_specs
+from workers.models.draft_methods import read_specs
 from workers.types import TargetStep
 
 STEP_TIMEOUT_S = 3.0

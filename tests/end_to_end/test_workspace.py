@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("runs on the simulated device", allow_module_level=True)
 
-from drafter import worker as drafter_worker
+from drafter import methods
 from drafter.drafter import Drafter, warm_up_requests
 from drafter.tree.policy import make_tree_policy
 from drafter.workspace import draft_workspace, widest_level
@@ -28,8 +28,8 @@ from verifier.adaptive.profile import _timed
 from verifier.workspace import target_workspace
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.kernels.select import kernels_for
+from workers.models.draft_methods import read_specs
 from workers.models.layers import TensorParallel
-from workers.models.readers import read_specs
 from workers.models.specs import Specs
 from workers.settings import SamplingSettings
 from workers.types import DraftRequest, SamplingBatch, ScoredRows
@@ -176,12 +176,12 @@ def drafted(
     cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, config: EngineConfig, specs: Specs, which: int
 ) -> tuple[Workspace, Measured, int]:
     """Return what was counted, what graphs took, and the most that drafting took outside of them."""
-    captures = [(drafter_worker, name) for name in ("decoder_graphs", "head_graphs")]
-    captures += [(drafter_worker, name) for name in ("decoder_tree_graphs", "head_tree_graphs")]
+    captures = [(methods, name) for name in ("decoder_graphs", "head_graphs")]
+    captures += [(methods, name) for name in ("decoder_tree_graphs", "head_tree_graphs")]
     measured = Measured(cuda, monkeypatch, *captures)
     kernels = kernels_for(torch.device("cuda", 0), config.kernels, config.enforce_eager)
     assert config.draft is not None
-    proposer: Any = drafter_worker._load(world_of(config, 1), specs, kernels)
+    proposer: Any = methods.load_proposer(world_of(config, 1), specs, kernels)
     drafter = Drafter(proposer, make_tree_policy(config.draft.tree), kernels=kernels)
     width = getattr(proposer, "width", 0)
     eager = measured.eager(

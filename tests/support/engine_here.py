@@ -27,6 +27,7 @@ from workers.comm.ipc import FrameDecoder, FrameSocket, StepOutput, Submit, Toke
 from workers.config import EngineConfig
 from workers.kv_cache import kv_dtype
 from workers.models.decoder import Decoder
+from workers.models.draft_methods import method_of
 from workers.models.eagle3_format import FeatureFusion, read_eagle3_spec
 from workers.models.readers import read_spec
 from workers.sampling.grammar import Grammars, TokenTable
@@ -91,7 +92,7 @@ def engine_here(
     num_slots = config.num_pages * config.page_size
     fusion = waiting = None
     width, cpu = 3 * pair.decoder.spec.hidden_size, torch.device("cpu")
-    if config.draft is not None and config.draft.reads_features:
+    if config.draft is not None and method_of(config.draft).reads_features:
         fusion = pair.fusion
         waiting = HiddenStatePool(max_buffered_states(config), width, dtype=torch.float32, device=cpu)
     kv_type = kv_dtype(config, pair.decoder.kernels, cpu)

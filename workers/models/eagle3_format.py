@@ -25,7 +25,7 @@ from workers.kernels.pointwise import rms_norm
 from workers.kernels.select import TORCH, Kernels
 from workers.models.checkpoint import Weights
 from workers.models.config_json import read_json
-from workers.models.head_layers import check_head, layer_config, layer_windows
+from workers.models.head_layers import check_eagle3, layer_config, layer_windows
 from workers.models.layers import open_weights
 from workers.models.rope import rope_spec
 from workers.models.specs import Eagle3Spec, ModelSpec
@@ -56,7 +56,7 @@ def read_eagle3_spec(path: Path | str, target: ModelSpec) -> Eagle3Spec:
     raw = read_json(path / "config.json")
     if not raw:
         raise FileNotFoundError(f"no config.json in {path}")
-    check_head(raw, path, "eagle3")
+    check_eagle3(raw, path)
     inner: dict[str, Any] = raw.get("transformer_layer_config") or raw
     kind = _layer_kind(inner, path) if inner is not raw else "llama"
     config = layer_config(inner, path, kind)

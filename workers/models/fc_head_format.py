@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.models.config_json import read_json
-from workers.models.head_layers import INSTEAD_OF_MTP, check_head, layer_config, layer_windows
+from workers.models.head_layers import INSTEAD_OF_MTP, check_eagle, check_mtp, layer_config, layer_windows
 from workers.models.rope import rope_spec
 from workers.models.specs import FcHeadSpec, ModelSpec
 
@@ -38,7 +38,7 @@ def read_eagle_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
     raw = read_json(path / "config.json")
     if not raw:
         raise FileNotFoundError(f"no config.json in {path}")
-    check_head(raw, path, "eagle")
+    check_eagle(raw, path)
     layers = _eagle_layers(raw, path, target)
     for what, own, wanted in (
         ("a vocabulary", layers.vocab_size, target.vocab_size),
@@ -97,7 +97,7 @@ def read_mtp_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
         ValueError: the target has no such layer, or several.
     """
     if target.num_mtp_layers == 0:
-        check_head(read_json(Path(path) / "config.json"), Path(path), "mtp")
+        check_mtp(read_json(Path(path) / "config.json"), Path(path))
         raise ValueError(
             f"method 'mtp': the prediction layers of a {target.family} model are not implemented; {INSTEAD_OF_MTP}"
         )

@@ -1,6 +1,6 @@
 """The decoder layers of a draft head, read from its config.json in any format.
 
-check_head(raw, path, method) -> None                   refuses a head, or target, of another kind than the method's
+check_eagle, check_eagle3, check_mtp (raw, path)        refuse a head, or target, of another kind than the method's
 layer_config(raw, path, kind="llama") -> LlamaConfig or Qwen3Config
 layer_windows(config, path) -> (window or None, ...)    per layer
 """
@@ -20,20 +20,26 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 _NOT_THE_LAYERS = ("architectures", "model_type", "transformers_version", "quantization_config")
 
 
-def check_head(raw: dict[str, Any], path: Path, method: Literal["eagle", "eagle3", "mtp"]) -> None:
-    """Raise ValueError if config.json, of a target for `mtp`, does not describe a head of the method's kind."""
-    if method == "mtp":
-        if not num_mtp_layers(raw):
-            raise ValueError(
-                "method 'mtp': the target must natively support multi-token prediction, and "
-                f"{path}/config.json has neither {' nor '.join(MTP_FIELDS)}; {INSTEAD_OF_MTP}"
-            )
-        return
+def check_mtp(raw: dict[str, Any], path: Path) -> None:
+    """Raise ValueError if a target's config.json names no prediction layers."""
+    if not num_mtp_layers(raw):
+        raise ValueError(
+            "method 'mtp': the target must natively support multi-token prediction, and "
+            f"{path}/config.json has neither {' nor '.join(MTP_FIELDS)}; {INSTEAD_OF_MTP}"
+        )
+
+
+def check_eagle(raw: dict[str, Any], path: Path) -> None:
+    """Raise ValueError if config.json describes an EAGLE-3 head, or one in a format that only those are read in."""
     _check_speculators(raw, path)
-    if method == "eagle" and ("draft_vocab_size" in raw or "speculators_model_type" in raw):
+    if "draft_vocab_size" in raw or "speculators_model_type" in raw:
         raise ValueError(f"{path} is an EAGLE-3 head: write method 'eagle3'")
-    is_eagle3 = "draft_vocab_size" in raw or any("Eagle3" in name for name in raw.get("architectures") or [])
-    if method == "eagle3" and not is_eagle3:
+
+
+def check_eagle3(raw: dict[str, Any], path: Path) -> None:
+    """Raise ValueError if config.json does not describe an EAGLE-3 head."""
+    _check_speculators(raw, path)
+    if "draft_vocab_size" not in raw and not any("Eagle3" in name for name in raw.get("architectures") or []):
         raise ValueError(f"{path} is not an EAGLE-3 head: its config.json has no draft_vocab_size")
 
 

@@ -1,12 +1,9 @@
 """Reads model descriptions from config.json.
 
-    read_spec(path) -> ModelSpec                     raises ValueError for unsupported models
-    read_draft_spec(draft, target) -> DraftSpec      None for a drafter without weights
-    read_specs(config) -> Specs                      both models of an engine
-    check_kinds(target, draft) -> None               ValueError for models of the wrong kinds, without slow imports
+    read_spec(path) -> ModelSpec           raises ValueError for unsupported models
+    check_model(raw, path) -> None         raises ValueError for draft heads and quantization, without slow imports
 
-torch and transformers are only imported when a configuration is read, so that rules which need no model files can be
-checked first.
+torch and transformers are only imported when a configuration is read.
 """
 
 from __future__ import annotations
@@ -14,10 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from workers.config import DraftConfig, EngineConfig
 from workers.models.config_json import SUPPORTED_ARCHITECTURES, eos_ids, fp8_block, read_json
-from workers.models.head_layers import check_head, num_mtp_layers
-from workers.models.specs import DraftSpec, ModelSpec, Specs
+from workers.models.head_layers import num_mtp_layers
+from workers.models.specs import ModelSpec
 
 
 def read_spec(path: Path | str) -> ModelSpec:
@@ -32,8 +28,8 @@ def read_spec(path: Path | str) -> ModelSpec:
         ModelSpec: a `TransformersSpec` for architectures other than SUPPORTED_ARCHITECTURES.
     """
     path = Path(path)
-    raw = _read_raw(path)
-    _check_kind(raw, path)
+    raw = read_raw(path)
+    check_model(raw, path)
     family = _family(raw)
     if family is None:
         from workers.models.transformers_spec import read_transformers_spec
@@ -78,31 +74,14 @@ def read_spec(path: Path | str) -> ModelSpec:
     )
 
 
-def check_kinds(target: Path, draft: DraftConfig | None) -> None:
-    """Check what config.json says of a target and of its drafter, which may differ from what `draft` expects.
-
-    Takes milliseconds, where `read_specs`, which checks the same, imports torch and transformers. Raises like that.
-    """
-    raw = _read_raw(target)
-    _check_kind(raw, target)
-    match draft:
-        case None | DraftConfig(method="ngram"):
-            return
-        case DraftConfig(method="mtp"):
-            check_head(raw, target, "mtp")
-        case DraftConfig(method="draft_model", model_path=path):
-            _check_kind(_read_raw(Path(path)), Path(path))
-        case DraftConfig(method="eagle" | "eagle3" as method, model_path=path):
-            check_head(_read_raw(Path(path)), Path(path), method)
-
-
-def _read_raw(path: Path) -> dict[str, Any]:
+def read_raw(path: Path) -> dict[str, Any]:
+    """Read a config.json. Raises FileNotFoundError if there is none, and ValueError if it is not valid."""
     if raw := read_json(path / "config.json"):
         return raw
     raise FileNotFoundError(f"no config.json in {path}")
 
 
-def _check_kind(raw: dict[str, Any], path: Path) -> None:
+def check_model(raw: dict[str, Any], path: Path) -> None:
     """Raise ValueError for a draft head, and for quantization other than in FP8 blocks.
 
     The raw JSON is checked, because transformers' own errors would not say what is supported here.
@@ -132,39 +111,3 @@ def _windows(config: Any, family: str) -> tuple[int | None, ...]:
     if family == "llama" or window is None:
         return (None,) * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
-
-
-def read_specs(config: EngineConfig) -> Specs:
-    """Read both models of an engine. Raises FileNotFoundError and ValueError like `read_spec` and `read_draft_spec`."""
-    target = read_spec(config.model_path)
-    return Specs(target=target, draft=read_draft_spec(config.draft, target) if config.draft else None)
-
-
-def read_draft_spec(draft: DraftConfig, target: ModelSpec) -> DraftSpec | None:
-    """Read the config.json of a drafter and check that it fits the target.
-
-    Raises:
-        FileNotFoundError: no config.json.
-        ValueError: it is invalid, or does not fit the target.
-    """
-    # Imported here, because torch takes seconds to import.
-    from workers.models.eagle3_format import read_eagle3_spec
-    from workers.models.fc_head_format import read_eagle_spec, read_mtp_spec
-
-    match draft.method:
-        case "ngram":
-            return None
-        case "eagle3":
-            return read_eagle3_spec(draft.model_path, target)
-        case "eagle":
-            return read_eagle_spec(draft.model_path, target)
-        case "mtp":
-            return read_mtp_spec(draft.model_path, target)
-        case "draft_model":
-            spec = read_spec(draft.model_path)
-            if spec.vocab_size != target.vocab_size:
-                raise ValueError(
-                    "the target and the draft model should have the same vocabulary size "
-                    f"(got {target.vocab_size} and {spec.vocab_size}); use a draft model of the target's family"
-                )
-            return spec

@@ -9,6 +9,9 @@ Reading them needs transformers, whose import takes 3 s and 190 MB; so the ranks
     Specs               the descriptions of one engine, as JSON on the way to its ranks
     check_parallel(spec, size)      ValueError unless `size` ranks can share the model
 
+Every description of a drafter says the same things of it: `layers`, the shapes of its decoder layers; `tap_layers`,
+where the target's states are captured for it; `draft_vocab_size`; and `matrix_shapes`.
+
 Importing this module imports neither torch nor transformers.
 """
 
@@ -16,9 +19,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from pydantic import TypeAdapter
+
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
+"""The shapes of tensors, by their names in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +67,25 @@ class ModelSpec:
     can_split: bool = True  # over tensor-parallel ranks
     expert_share: float = 1.0  # share of the experts that a row uses in a mixture of experts
 
+    tap_layers: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def layers(self) -> ModelSpec:
+        """The model itself."""
+        return self
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Columns of its logits, as a drafter."""
+        return self.vocab_size
+
+    def matrix_shapes(self) -> Shapes:
+        """Return the matrices of its checkpoint."""
+        shapes: Shapes = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
+        if not self.tie_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
+        return shapes | _layer_shapes(self, "model.layers")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersSpec(ModelSpec):
@@ -100,6 +125,21 @@ class Eagle3Spec:
     fc_norm: bool  # one RMSNorm per D-wide feature before fc
     norm_output: bool  # the next level's feature is norm(out) instead of out
 
+    family: ClassVar[str] = "EAGLE-3"
+    can_split: ClassVar[bool] = True
+    expert_share: ClassVar[float] = 1.0
+
+    @property
+    def layers(self) -> Eagle3Spec:
+        """The head itself."""
+        return self
+
+    def matrix_shapes(self) -> Shapes:
+        """Return the matrices of its checkpoint, without an embedding, which may be the target's."""
+        head = {"lm_head.weight": (self.draft_vocab_size, self.hidden_size)}
+        fc = {"fc.weight": (self.hidden_size, len(self.tap_layers) * self.target_hidden_size)}
+        return fc | _layer_shapes(self, "layers", first_input=2 * self.hidden_size) | head
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FcHeadSpec:
@@ -116,6 +156,18 @@ class FcHeadSpec:
     first_layer_norm: bool  # layer 0 has an input_layernorm
     final_norm: str | None  # its output is also the next level's feature
 
+    tap_layers: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Columns of its logits."""
+        return self.layers.vocab_size
+
+    def matrix_shapes(self) -> Shapes:
+        """Return the matrices of its checkpoint, without an embedding and a vocabulary head."""
+        hidden = self.layers.hidden_size
+        return {f"{self.fc}.weight": (hidden, 2 * hidden)} | _layer_shapes(self.layers, "layers")
+
 
 DraftSpec: TypeAlias = ModelSpec | TransformersSpec | Eagle3Spec | FcHeadSpec
 
@@ -125,7 +177,7 @@ class Specs:
     """The model descriptions of one engine. `draft` is None without a drafter and for n-gram lookup."""
 
     target: ModelSpec | TransformersSpec
-    draft: ModelSpec | TransformersSpec | Eagle3Spec | FcHeadSpec | None = None
+    draft: DraftSpec | None = None
 
     def to_json(self) -> str:
         """Serialize for another process."""
@@ -138,18 +190,35 @@ class Specs:
         return TypeAdapter(Specs).validate_json(text)
 
 
-def check_parallel(spec: ModelSpec, size: int) -> None:
-    """Raise ValueError unless `size` tensor-parallel ranks can split this model.
+def _layer_shapes(spec: ModelSpec | Eagle3Spec, prefix: str, first_input: int | None = None) -> Shapes:
+    """Return the matrix shapes of decoder layers. first_input: input width of the first layer's attention."""
+    heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    shapes: Shapes = {}
+    for number in range(spec.num_layers):
+        wide = first_input if first_input is not None and number == 0 else hidden
+        layer = {
+            "self_attn.q_proj": (heads, wide),
+            "self_attn.k_proj": (kv, wide),
+            "self_attn.v_proj": (kv, wide),
+            "self_attn.o_proj": (hidden, heads),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        shapes |= {f"{prefix}.{number}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes
+
+
+def check_parallel(spec: DraftSpec, size: int) -> None:
+    """Raise ValueError unless `size` tensor-parallel ranks can split this model or head.
 
     Only the attention heads (and `can_split`) limit the size: other dimensions may be split unevenly.
     """
-    if size > 1 and not spec.can_split:
-        raise ValueError(f"tensor_parallel_size {size} does not fit a {spec.family} model: it runs on one rank only")
-    check_heads(spec.num_heads, spec.num_kv_heads, size)
-
-
-def check_heads(heads: int, kv_heads: int, size: int) -> None:
-    """Raise ValueError unless `size` tensor-parallel ranks can split these numbers of heads."""
+    layers = spec.layers
+    if size > 1 and not layers.can_split:
+        raise ValueError(f"tensor_parallel_size {size} does not fit a {layers.family} model: it runs on one rank only")
+    heads, kv_heads = layers.num_heads, layers.num_kv_heads
     legal = [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
     if size not in legal:
         raise ValueError(

@@ -25,7 +25,7 @@ from cluster.serve.actors import Worker, packages_folder
 from cluster.system.processes import is_running
 from tests.support.engines import bundled
 from workers.config import EngineConfig
-from workers.models.readers import read_specs
+from workers.models.draft_methods import read_specs
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

@@ -12,7 +12,8 @@ import pytest
 from tests.support import checkpoints
 from tests.support.engines import DYNAMIC, bundled
 from workers.config import DraftConfig, EngineConfig
-from workers.models.readers import read_spec, read_specs
+from workers.models.draft_methods import read_specs
+from workers.models.readers import read_spec
 from workers.models.specs import Specs
 
 

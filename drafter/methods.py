@@ -1,0 +1,108 @@
+"""Loads the proposer of each draft method: a rank's share of the weights, its KV pool and its graphs.
+
+    load_proposer(world, specs, kernels) -> Proposer
+
+`workers.models.draft_methods` has what others must know of the methods, under the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from drafter.proposers.base import (
+    DraftModelProposer,
+    FeatureProposer,
+    Proposer,
+    decoder_tree_graphs,
+    head_graphs,
+    head_tree_graphs,
+)
+from drafter.proposers.eagle import FcHead
+from drafter.proposers.eagle3 import Eagle3Head
+from drafter.proposers.feature_head import FeatureHead
+from drafter.proposers.ngram import MatchLengths, NgramProposer
+from drafter.workspace import draft_workspace
+from workers.comm.groups import World
+from workers.config import DraftConfig
+from workers.cuda_graphs import can_capture, decoder_graphs
+from workers.kernels.select import Kernels
+from workers.kv_cache import KVPool, kv_dtype
+from workers.kv_sizing import agree_on_pages
+from workers.models.load import load_decoder
+from workers.models.specs import Specs
+
+
+def load_proposer(world: World, specs: Specs, kernels: Kernels) -> Proposer:
+    """Load this rank's proposer, with a KV pool of the number of pages that all ranks agree on."""
+    draft = world.config.draft
+    assert draft is not None
+    return _LOADERS[draft.method](world, draft, specs, kernels)
+
+
+def _load_ngram(world: World, draft: DraftConfig, specs: Specs, kernels: Kernels) -> Proposer:
+    num_pages = agree_on_pages(world, NgramProposer.BYTES_PER_SLOT)
+    lengths = MatchLengths(draft.prompt_lookup_min, draft.prompt_lookup_max)
+    return NgramProposer(lengths, specs.target.vocab_size, num_pages, world.config.page_size)
+
+
+def _load_model(world: World, draft: DraftConfig, specs: Specs, kernels: Kernels) -> Proposer:
+    config, spec = world.config, specs.draft
+    assert spec is not None
+    kv_type = kv_dtype(config, kernels, world.device)
+    model = load_decoder(
+        draft.model_path,
+        spec.layers,  # type: ignore[arg-type]  # a ModelSpec's are the model itself
+        world.tp,
+        world.device,
+        getattr(torch, config.dtype),
+        kernels=kernels,
+        max_model_len=config.max_model_len,
+    )
+    slot_bytes = KVPool.bytes_per_slot(spec.layers.num_layers, model.heads.num_kv_heads, spec.layers.head_dim, kv_type)
+    kv = model.new_kv_pool(_num_slots(world, specs, slot_bytes), kv_type)
+    graphs = tree_graphs = None
+    if _has_graphs(world, kernels) and model.can_be_captured:
+        graphs = decoder_graphs(model, kv, config)
+        tree_graphs = decoder_tree_graphs(model, kv, config) if _has_tree_graphs(world, kernels) else None
+    return DraftModelProposer(model, kv, config.page_size, graphs, tree_graphs)
+
+
+def _load_head(kind: type[FeatureHead]) -> Callable[[World, DraftConfig, Specs, Kernels], Proposer]:
+    """Return the loader of heads of this class, which read the target's features."""
+
+    def load(world: World, draft: DraftConfig, specs: Specs, kernels: Kernels) -> Proposer:
+        config, dtype = world.config, getattr(torch, world.config.dtype)
+        kv_type = kv_dtype(config, kernels, world.device)
+        head = kind.load(specs.draft, draft.model_path, config.model_path, world.tp, world.device, dtype, kernels)
+        kv = head.new_kv_pool(_num_slots(world, specs, head.bytes_per_slot(kv_type)), kv_type)
+        graphs = head_graphs(head, kv, config) if _has_graphs(world, kernels) else None
+        tree_graphs = head_tree_graphs(head, kv, config) if _has_tree_graphs(world, kernels) else None
+        return FeatureProposer(head, kv, config.page_size, config.tree_rows, graphs, tree_graphs)
+
+    return load
+
+
+_LOADERS: dict[str, Callable[[World, DraftConfig, Specs, Kernels], Proposer]] = {
+    "ngram": _load_ngram,
+    "draft_model": _load_model,
+    "eagle": _load_head(FcHead),
+    "mtp": _load_head(FcHead),
+    "eagle3": _load_head(Eagle3Head),
+}
+
+
+def _has_graphs(world: World, kernels: Kernels) -> bool:
+    return can_capture(kernels, world.device, world.config.enforce_eager)
+
+
+def _has_tree_graphs(world: World, kernels: Kernels) -> bool:
+    """Tell whether whole trees are grown in graphs; with tensor parallelism these would capture collectives."""
+    return _has_graphs(world, kernels) and world.tp.size == 1
+
+
+def _num_slots(world: World, specs: Specs, slot_bytes: int) -> int:
+    """Return the size of this rank's pool: the pages that all ranks agree on."""
+    workspace = draft_workspace(world.config, specs.draft).total
+    return agree_on_pages(world, slot_bytes, bytes_beside=workspace) * world.config.page_size
