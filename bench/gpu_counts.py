@@ -98,7 +98,7 @@ def launches() -> Table:
     yield ["a tree of 8 levels and 16 nodes", "launches", "of the draft model", "others"]
     read_spec(BUNDLED / "target")  # transformers must be imported while torch is as it is
     chain = TreeConfig(kind="chain", num_speculative_tokens=8)
-    for shape, tree in (("under auto", AUTO), ("with budgets", DYNAMIC), ("a chain of 8", chain)):
+    for shape, tree in (("dynamic", AUTO), ("a chain of 8", chain)):
         config = bundled(tree, max_num_seqs=1, device="cuda")
         with simulated_cuda() as cuda, as_one_launch(cuda) as kernels:
             head = checkpoints.load_eagle3(BUNDLED / "eagle3", BUNDLED / "target", device="cuda", kernels=kernels)
@@ -145,7 +145,7 @@ def calls() -> Table:
             ("top-k and top-p", AUTO, [SamplingSettings(top_p=0.9, top_k=20, seed=seed) for seed in range(2)]),
             ("penalties", AUTO, [SamplingSettings(constraints=Constraints(presence_penalty=0.3))] * 2),
             ("greedy, a chain of 5", TreeConfig(kind="chain", num_speculative_tokens=5), greedy),
-            ("greedy, trees of a fixed budget", DYNAMIC, greedy),
+            ("greedy, without auto", DYNAMIC, greedy),
         ):
             made = run(config_for(root, "eagle3", tree), jobs(sampling, "coupled"))
             yield [name, round(made.num_calls / made.num_steps, 1), made.num_steps]
