@@ -26,7 +26,7 @@ from secateur.requests import (
     DEFAULT_COMPLETION_TOKENS,
     ChatCompletionRequest,
     CompletionRequest,
-    GenerationSettings,
+    GenerationOptions,
     NumLogprobs,
     NumTokens,
     SamplingRequest,
@@ -39,7 +39,7 @@ Conversation = Sequence[Mapping[str, Any]]
 _Body = TypeVar("_Body", bound=SamplingRequest)
 
 
-class SamplingParams(GenerationSettings):
+class SamplingParams(GenerationOptions):
     """How to sample, with vLLM's names and defaults; the fields are those of an HTTP request. None = not given.
 
     Raises ConfigError.

@@ -197,7 +197,7 @@ class StructuredOutputs(Body):
         return Structure("json", _ANY_OBJECT if self.json_ is None else self.json_, param, whitespace)
 
 
-class SamplingSettings(Body):
+class SamplingOptions(Body):
     """How to sample, how to draft, and when: what completions, chats, responses and `secateur.LLM` share."""
 
     temperature: Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)] = 1.0
@@ -265,7 +265,7 @@ class SamplingSettings(Body):
         return {int(key): bias for key, bias in value.items()}
 
 
-class GenerationSettings(SamplingSettings):
+class GenerationOptions(SamplingOptions):
     """What completions, chats and `secateur.LLM` share, and responses do not have."""
 
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = 1
@@ -285,7 +285,7 @@ class GenerationSettings(SamplingSettings):
     """Keep this many of the prompt's last tokens; -1 keeps as many as fit beside the tokens to generate."""
 
 
-class SamplingRequest(GenerationSettings):
+class SamplingRequest(GenerationOptions):
     """Fields that completions and chat completions share."""
 
     model: str | None = None

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from secateur.bodies import Body, Metadata, Unsupported, UnsupportedContent, placeholder, told, wrong
-from secateur.requests import MAX_ITEMS, NumLogprobs, NumTokens, SamplingSettings, left_out
+from secateur.requests import MAX_ITEMS, NumLogprobs, NumTokens, SamplingOptions, left_out
 from secateur.responses import FunctionCall, Listed, ObjectList, Response, TokenLogprob, new_id
 from secateur.tools import CALLED_TYPES, MAX_TOOLS
 
@@ -194,7 +194,7 @@ class ReasoningOptions(Body):
     """For chat templates that know it, such as `low`, `medium` and `high`."""
 
 
-class ResponsesRequest(SamplingSettings):
+class ResponsesRequest(SamplingOptions):
     """POST /v1/responses. What it shares with chats means what it does there."""
 
     model: str | None = None
@@ -278,7 +278,7 @@ class ResponsesRequest(SamplingSettings):
             "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
             "chat_template_kwargs": self.chat_template_kwargs,
             "include_reasoning": self.include_reasoning,
-            **self.model_dump(include=set(SamplingSettings.model_fields), exclude_unset=True, by_alias=True),
+            **self.model_dump(include=set(SamplingOptions.model_fields), exclude_unset=True, by_alias=True),
         }
         if self.tools:
             body["tools"] = [tool.chat_tool() for tool in self.tools]
