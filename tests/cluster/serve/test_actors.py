@@ -9,9 +9,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,34 +43,38 @@ def worker(config: EngineConfig) -> Worker:
     return Worker(config.to_json(), 0, packages_folder())
 
 
-def environment(pid: int) -> dict[str, str]:
-    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    return dict(entry.split("=", 1) for entry in entries if entry)
+@pytest.fixture
+def standby_env(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment that a worker gives its standby process."""
+    given: dict[str, str] = {}
+
+    class Server:
+        pid, is_down = 0, False
+
+        def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
+            given.update(env)
+
+    monkeypatch.setattr(cluster.engine.process_host, "ForkServer", Server)
+    return given
 
 
 @pytest.mark.parametrize("is_configured", [False, True])
 def test_ranks_use_the_interface_of_their_nodes_address_or_the_configured_one(
-    address: list[str], is_configured: bool, monkeypatch: pytest.MonkeyPatch
+    address: list[str], standby_env: dict[str, str], is_configured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By default gloo and NCCL choose one; if the host name resolves to 127.0.1.1, other nodes cannot reach gloo's."""
     if is_configured:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    own = worker(bundled())
-    pid = own.host.standby_pid
-    assert pid is not None
+    worker(bundled())
     name = interface_of(address[0])
     assert name is not None and name.startswith("lo")
-    found = environment(pid)
-    assert [found[variable] for variable in INTERFACES] == ["ib0" if is_configured else name, f"={name}"]
-    own.host.close()
+    assert [standby_env[variable] for variable in INTERFACES] == ["ib0" if is_configured else name, f"={name}"]
 
 
-def test_an_address_without_an_interface_sets_none(address: list[str]) -> None:
+def test_an_address_without_an_interface_sets_none(address: list[str], standby_env: dict[str, str]) -> None:
     address[0] = "203.0.113.9"
-    own = worker(bundled())
-    assert own.host.standby_pid is not None
-    assert not set(INTERFACES) & environment(own.host.standby_pid).keys()
-    own.host.close()
+    worker(bundled())
+    assert standby_env and not set(INTERFACES) & standby_env.keys()
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
