@@ -33,15 +33,10 @@ from workers.comm.ipc import (
     encode,
     unix_path_fits,
 )
-from workers.config import EngineConfig
 from workers.gc_freeze import freeze_start_up
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_TIMEOUT_S = 120.0
-"""The engine hangs if no frame arrives for this long, since even an idle engine sends one every second. `HangMonitor`
-notices most hangs long before. It is longer than the engine's step timeout (60 s), whose error is more precise, and
-`for_engine` makes it longer where a pass may take more."""
 CAUSE_WAIT_S = 2.0
 """Time between losing the connection and declaring the engine dead. The watcher of the ranks may report the cause
 meanwhile."""
@@ -58,7 +53,7 @@ class DeadlyRequest(EngineDead):
 
 
 class Health(NamedTuple):
-    """Says whether the engine makes progress."""
+    """Says whether the engine answers."""
 
     ok: bool
     reason: str  # why not; if it does, what is amiss all the same, or nothing
@@ -101,7 +96,7 @@ class EngineClient:
     `wait_ready` again for the next one.
     """
 
-    def __init__(self, *, progress_timeout_s: float = PROGRESS_TIMEOUT_S, cause_wait_s: float = CAUSE_WAIT_S) -> None:
+    def __init__(self, *, cause_wait_s: float = CAUSE_WAIT_S) -> None:
         self.address = ""
         self.ready: Ready | None = None
         self.stats = EngineStats()
@@ -110,7 +105,6 @@ class EngineClient:
         self.on_loss: Callable[[str], None] = self.fail
         self.on_drafter_lost: Callable[[DrafterLost], None] = lambda _: None
         self.drafter_lost: DrafterLost | None = None  # while the engine is without its drafter
-        self.progress_timeout_s = progress_timeout_s
         self._cause_wait_s = cause_wait_s
         self._ids = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
@@ -121,11 +115,6 @@ class EngineClient:
         self._interruption: str | None = None  # why there is no engine at the moment
         self._death: str | None = None
         self._loss: asyncio.TimerHandle | None = None
-        self._last_frame = time.monotonic()
-
-    def for_engine(self, config: EngineConfig) -> None:
-        """Be as patient as an engine of this configuration needs."""
-        self.progress_timeout_s = max(self.progress_timeout_s, 2 * config.device_timeout_s)
 
     async def listen(self, address: str) -> str:
         """Open the socket ("unix:/path" or "tcp:host:0") and return the address that the engine connects to."""
@@ -230,16 +219,13 @@ class EngineClient:
             self._send(Abort(id=id))
 
     def health(self) -> Health:
-        """Check that frames keep arriving from the engine."""
+        """Say whether there is an engine. `HangMonitor` notices one that hangs."""
         if self._death is not None:
             return Health(False, self._death)
         if self._interruption is not None:
             return Health(True, f"requests wait for a new engine: {self._interruption.splitlines()[0]}")
         if self.ready is None:
             return Health(False, "the engine is starting")
-        silent_s = time.monotonic() - self._last_frame
-        if silent_s > self.progress_timeout_s:
-            return Health(False, f"the engine is silent for {silent_s:.0f} s with {self.num_pending} requests pending")
         if (lost := self.drafter_lost) is not None:
             return Health(True, f"{lost.reason.splitlines()[0]}; requests are answered without drafts")
         return Health(True, "")
@@ -325,7 +311,6 @@ class EngineClient:
                 self._loss = asyncio.get_running_loop().call_later(self._cause_wait_s, self.on_loss, reason)
 
     def _take(self, message: Message) -> None:
-        self._last_frame = time.monotonic()
         match message:
             case StepOutput():
                 self.stats = message.stats

@@ -53,6 +53,7 @@ class _Rank:
     beat: Beat
     silent: int = 0  # ticks since its last beat
     still: int = 0  # beats since one that showed progress: a process that gets no time gives few
+    stepless: int = 0  # beats since one that showed a step or a message
     seen: ProcessState | None = None  # in the middle of its silence
 
 
@@ -67,6 +68,7 @@ class HangMonitor:
         self._config, self._on_hang = config, on_hang
         self._most = math.ceil(config.hang_timeout_s / TICK_S)
         self._most_on_device = math.ceil(config.device_timeout_s / TICK_S)
+        self._most_stepless = math.ceil(config.idle_timeout_s / TICK_S)
         self._ranks: dict[int, _Rank] = {}
         self._token = secrets.token_hex(32)
         self._server: asyncio.Server | None = None
@@ -93,7 +95,9 @@ class HangMonitor:
         """Take a rank's beat."""
         rank = self._ranks.setdefault(beat.rank, _Rank(beat))
         before = rank.beat
-        if (beat.doing, beat.count) != (before.doing, before.count) or beat.cpu_s - before.cpu_s >= _CPU_S:
+        has_moved = (beat.doing, beat.count) != (before.doing, before.count)
+        rank.stepless = 0 if has_moved else rank.stepless + 1
+        if has_moved or beat.cpu_s - before.cpu_s >= _CPU_S:
             rank.still, rank.beat = 0, beat
         else:
             rank.still += 1
@@ -122,6 +126,8 @@ class HangMonitor:
         own_side = self._is_drafter(number)
         side = [each for other, each in self._ranks.items() if self._is_drafter(other) == own_side]
         match rank.beat.doing:
+            case Doing.WORKING if min(each.stepless for each in side) > self._most_stepless:
+                return f"computed for {self._config.idle_timeout_s:g} s without an end of its step"
             case Doing.WORKING:
                 most, seconds = self._most, self._config.hang_timeout_s
             case Doing.ON_DEVICE:

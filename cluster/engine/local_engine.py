@@ -34,7 +34,6 @@ class LocalEngine:
     def __init__(self, config: EngineConfig, specs: Specs | None = None, *, restarts: bool = False) -> None:
         self.config, self._specs = config, specs
         self.client = EngineClient()
-        self.client.for_engine(config)
         self.stage = f"starting the engine's {config.world_size} processes"
         """What the start is doing, for progress lines."""
         self._restarts = restarts

@@ -88,7 +88,6 @@ class Supervisor:
         """
         self._stop_watching()
         self._num_essential = config.world_size
-        self._client.for_engine(config)
         await asyncio.gather(*map(self._host.free, range(config.world_size)))
         self._report(f"starting the engine's {config.world_size} processes")
         if config.hang_timeout_s and self._monitor is None:

@@ -105,15 +105,10 @@ class Replica:
         return app
 
     async def check_health(self) -> None:
-        """Raise RuntimeError when the engine is dead, or tokenization fails for long; Serve then replaces the replica.
-
-        A hung engine is replaced here.
-        """
+        """Raise RuntimeError when the engine is dead or tokenization fails for long. Serve then replaces it."""
         ok, reason = self._client.health()
         if not ok:
-            if not self._serving or self._client.dead is not None:
-                raise RuntimeError(reason)
-            self._engine_died(reason)
+            raise RuntimeError(reason)
         ok, reason = self._tokenizing.health()
         self._cannot_tokenize_since = math.inf if ok else min(self._cannot_tokenize_since, time.monotonic())
         if time.monotonic() - self._cannot_tokenize_since >= TOKENIZER_GRACE_S:

@@ -245,50 +245,6 @@ def test_the_report_of_the_dead_rank_is_waited_for(tmp_path: Path) -> None:
     with_fake(tmp_path, body, cause_wait_s=30.0)
 
 
-async def silent(client: EngineClient, fake: FakeEngine, clock: StandingClock, seconds: float) -> None:
-    """Let the engine hang, and so much time pass."""
-    fake.hold.set()
-    client._send(Abort(id=0))
-    await until(lambda: 0 in fake.aborted)
-    await asyncio.sleep(0.05)  # what it said before is read
-    clock.now += seconds
-
-
-@pytest.mark.parametrize("num_requests", [0, 1])
-def test_a_silent_engine_is_unhealthy_and_an_idle_one_is_not(
-    tmp_path: Path, clock: StandingClock, num_requests: int
-) -> None:
-    async def body(client: EngineClient, fake: FakeEngine) -> None:
-        clock.now += 1.5
-        await until(lambda: client.health().ok)  # an idle engine says so
-        fake.hold.set()
-        waiting = [
-            asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10))) for _ in range(num_requests)
-        ]
-        await silent(client, fake, clock, 1.0)
-        assert client.health().ok
-        clock.now += 1.0
-        assert client.health() == (False, f"the engine is silent for 2 s with {num_requests} requests pending")
-        fake.hold.clear()
-        await asyncio.gather(*waiting)
-        await until(lambda: client.health().ok)
-
-    with_fake(tmp_path, body, progress_timeout_s=1.0)
-
-
-def test_a_new_request_does_not_make_a_silent_engine_healthy(tmp_path: Path, clock: StandingClock) -> None:
-    async def body(client: EngineClient, fake: FakeEngine) -> None:
-        await silent(client, fake, clock, 1.5)
-        waiting = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
-        await asyncio.sleep(0)
-        assert client.num_pending == 1
-        assert not client.health().ok
-        fake.hold.clear()
-        await waiting
-
-    with_fake(tmp_path, body, progress_timeout_s=1.0)
-
-
 def test_the_average_time_of_requests_moves_by_a_part_of_what_the_last_one_took(
     tmp_path: Path, clock: StandingClock
 ) -> None:

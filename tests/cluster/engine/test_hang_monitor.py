@@ -84,6 +84,19 @@ def test_a_long_step_is_not_stuck_while_a_rank_of_its_side_computes(watched: Wat
     assert watched.hung == {}
 
 
+def test_a_step_without_an_end_is_reported_after_the_timeout_between_ranks() -> None:
+    """No other rank waits longer for it. A rank that starts may compute for any time."""
+    watched = Watched(replace(CONFIG, step_timeout_s=30.0))
+    num_ticks = 2 * 300
+    watched.run(2 * num_ticks, cpu={0, 1}, v0=STARTING, v1=STARTING, d0=WAITING)
+    watched.run(num_ticks, cpu={0, 1}, v0=WORKING, v1=WORKING, d0=WAITING)
+    watched.run(1, cpu={0, 1}, count={1}, v0=WORKING, v1=WORKING, d0=WAITING)
+    watched.run(num_ticks, cpu={0, 1}, v0=WORKING, v1=WORKING, d0=WAITING)
+    assert watched.hung == {}
+    watched.run(2, cpu={0, 1}, v0=WORKING, v1=WORKING, d0=WAITING)
+    assert watched.hung == {rank: f"verifier {rank} computed for 300 s without an end of its step" for rank in (0, 1)}
+
+
 def test_messages_count_as_progress_even_without_cpu_time(watched: Watched) -> None:
     for _ in range(20):
         watched.run(TICKS - 2, v0=WORKING, v1=WORKING, d0=WAITING)
