@@ -25,7 +25,7 @@ if importlib.util.find_spec("hypothesis"):  # no test of tests/gpu needs it
 # Tests in these folders, or in a module that mentions one of these names, start processes or a whole engine.
 ENGINE_FOLDERS = ("bench", "end_to_end", "gpu", "cluster/bench", "cluster/serve", "cluster/system")
 ENGINE_NAMES = re.compile(
-    r"\b(Runner\(|EngineHere|engine_here|clockwork|subprocess|multiprocessing|in_processes|TokenizerPool|local_service\(|FakeService|fake_service\(|ProcessHost)"
+    r"\b(Runner\(|EngineHere|engine_here|clockwork|subprocess|multiprocessing|in_processes|in_ranks|TokenizerPool|local_service\(|FakeService|fake_service\(|ProcessHost)"
 )
 
 

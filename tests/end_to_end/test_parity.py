@@ -54,6 +54,14 @@ def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
         yield running
 
 
+@pytest.fixture(params=[1, 8])
+def concurrency(request: pytest.FixtureRequest, runner: Runner) -> int:
+    """How many requests run at a time: one or eight, and split models run one at a time with `--full` alone."""
+    if request.param == 1 and runner.config.tensor_parallel_size > 1 and not request.config.getoption("--full"):
+        pytest.skip("a batch has shown it: --full")
+    return request.param
+
+
 @pytest.fixture(scope="module")
 def some_prompts(request: pytest.FixtureRequest) -> list[list[int]]:
     return prompts(50 if request.config.getoption("--full") else 6)
@@ -80,7 +88,6 @@ def seeded_jobs(some_prompts: list[list[int]]) -> list[GenerationJob]:
     ]
 
 
-@pytest.mark.parametrize("concurrency", [1, 8])
 def test_greedy_tokens_equal_transformers_generate(
     runner: Runner, some_prompts: list[list[int]], truth: list[list[int]], concurrency: int
 ) -> None:
@@ -91,7 +98,6 @@ def test_greedy_tokens_equal_transformers_generate(
         assert sum(answer.stats.num_accepted_tokens for answer in answers) > 0, "nothing was ever accepted"
 
 
-@pytest.mark.parametrize("concurrency", [1, 8])
 def test_seeded_tokens_do_not_depend_on_speculation_or_neighbours(
     runner: Runner, some_prompts: list[list[int]], seeded_truth: list[list[int]], concurrency: int
 ) -> None:

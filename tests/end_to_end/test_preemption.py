@@ -264,7 +264,7 @@ def test_many_requests_in_a_tiny_pool_get_what_they_get_alone(method, tree, prio
     with bench_of(method, tree, num_pages=24, **settings) as bench, bench_of(method, tree, **settings) as quiet:
         crowd: dict[int, Asked] = {}
         num_forced = 0
-        for _ in range(500):
+        for _ in range(300):
             if len(bench.open) < 8 and rng.random() < 0.3:
                 kind = rng.choice(kinds)
                 params = replace(kind.params, seed=rng.getrandbits(64))
@@ -286,7 +286,7 @@ def test_many_requests_in_a_tiny_pool_get_what_they_get_alone(method, tree, prio
         for id in finished:
             expected = alone(quiet, crowd[id])
             assert chunks(bench, id) == expected
-        assert len(finished) > 50 and bench.frames[-1].stats.num_preemptions > num_forced + 10
+        assert len(finished) > 30 and bench.frames[-1].stats.num_preemptions > num_forced + 10
 
 
 # ---- real models

@@ -269,7 +269,7 @@ def config_for(models: Path, method: str, tree: TreeConfig, **options: object) -
         device="cuda",
         max_model_len=96,
         max_num_seqs=2,
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=32,
         num_pages=40,
         draft=DraftConfig(method=method, model_path=path, placement="colocated", tree=tree, **lookup),  # type: ignore[arg-type]
         **options,  # type: ignore[arg-type]

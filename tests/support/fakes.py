@@ -7,7 +7,6 @@ slots that the row may attend to. A wrong slot, page, move or mask gives a wrong
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import queue as queues
 import socket
 import time
@@ -25,6 +24,7 @@ from torch import Tensor
 from drafter.drafter import Drafter
 from drafter.tree.frontier import DraftVocabulary, Frontier
 from drafter.tree.policy import make_tree_policy
+from tests.support import forked
 from verifier.engine import Engine
 from verifier.hidden_states import HiddenStatePool, max_buffered_states
 from verifier.request import Request
@@ -518,8 +518,7 @@ def in_processes(
 
     A rank that dies yields nothing.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "msgpack", "numpy"])
+    context: Any = forked.context()
     store, address = groups.open_store()
     queue = context.Queue()
     processes = [

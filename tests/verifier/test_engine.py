@@ -348,7 +348,7 @@ def test_stop_tokens_wait_for_the_minimum_length_like_the_end_of_text():
 
 
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
-@pytest.mark.parametrize("how", ["probabilistic", "hybrid"])
+@pytest.mark.parametrize("how", ["probabilistic", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_concurrent_requests_under_rejection_get_what_they_get_alone(method, how):
     """Its draws, coins and last tokens depend on its own seed, temperature and position."""
     language = RandomLanguage(error=1.5)

@@ -144,6 +144,7 @@ def assert_counted_alike(target: Path, method: Any, *heads: Path) -> None:
     assert found[0].weight_bytes == pytest.approx(found[1].weight_bytes, rel=0.01)
 
 
+@pytest.mark.slow
 def test_plan_predicts_from_a_config_alone_for_every_backend(tmp_path: Path) -> None:
     """Qwen3-30B-A3B has 30.5 billion parameters and uses 3.3 billion per token."""
     published = {
@@ -188,7 +189,9 @@ def test_a_head_stored_as_a_pytorch_file_counts_like_one_in_safetensors(tmp_path
     assert found[0].weight_bytes == found[1].weight_bytes > 2 * (matrices + 96 * 64)
 
 
-@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize(
+    "prefix", ["model.language_model.", pytest.param("language_model.model.", marks=pytest.mark.slow)]
+)
 def test_a_vision_tower_does_not_count_towards_the_text_model(tmp_path: Path, prefix: str) -> None:
     checkpoints.write_multimodal(tmp_path / "both", prefix)
     checkpoints.write_model(tmp_path / "text", "gemma3_text", tie_word_embeddings=True, head_dim=16)

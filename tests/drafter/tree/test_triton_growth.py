@@ -192,12 +192,14 @@ def test_children_are_placed_exactly_where_the_torch_twin_places_them(name: str)
         assert (expected.nodes.weight > 0).sum() > B, "nodes were placed"
 
 
+@pytest.mark.slow
 def test_a_row_of_several_blocks_is_merged() -> None:
     vocab = vocabulary(4100, is_reduced=True)
     batch = [NOISY | dict(temperature=0.2)]
     assert_same_trees(grown(fused, batch, vocab, 2), grown(reference, batch, vocab, 2))
 
 
+@pytest.mark.slow
 def test_the_earlier_of_equal_candidates_is_kept() -> None:
     """All tokens are equally likely, so all children of all nodes are."""
     vocab, batch = vocabulary(4, is_reduced=False), [PLAIN | dict(num_nodes=n, temperature=0) for n in (2, 5)]
@@ -214,6 +216,7 @@ def test_the_largest_tree_fills_its_masks() -> None:
     assert_same_trees(grown(fused, batch, vocab, 63), grown(reference, batch, vocab, 63))
 
 
+@pytest.mark.slow
 def test_rows_without_a_node_have_inputs_that_the_draft_model_can_read() -> None:
     seen = []
     read = Model.read

@@ -145,7 +145,7 @@ def assert_allowed(history: History, draft: Draft) -> None:
 
 @pytest.mark.parametrize("vocab", [WHOLE, REDUCED], ids=["whole", "reduced"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rule", [Rule.TRAVERSAL, Rule.RECURSIVE])
+@pytest.mark.parametrize("rule", [Rule.TRAVERSAL, pytest.param(Rule.RECURSIVE, marks=pytest.mark.slow)])
 def test_sampled_drafts_keep_the_law(rule: Rule, shape: str, vocab: DraftVocabulary) -> None:
     tree_policy, options = SHAPES[shape]
     scenario = GrammarScenario(

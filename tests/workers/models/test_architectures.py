@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -26,6 +25,7 @@ from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from tests.support import checkpoints
 from tests.support.engines import GenerationJob, Runner
+from tests.support.forked import in_ranks
 from tests.workers.models.test_model_parity import Chunk, PagedRun, oracle, oracle_logits, random_tokens, random_tree
 from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.models.eagle3_format import default_tap_layers
@@ -153,7 +153,7 @@ def split_worker(rank: int, size: int, folder: Path) -> None:
 
 def test_split_models_equal_the_whole(folder: Path) -> None:
     """Two ranks: Gemma's one key-value head is replicated, experts' 7 groups of 8 inner columns split unevenly."""
-    mp.spawn(split_worker, args=(2, folder), nprocs=2)
+    in_ranks(split_worker, 2, 2, folder)
     results = [torch.load(folder / f"result-{rank}.pt", weights_only=True) for rank in range(2)]
     for name in filter(KNOWN.__contains__, SPLIT):
         for kind, expected in whole_logits(folder / name, SINGLE).items():

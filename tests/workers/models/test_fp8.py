@@ -50,7 +50,7 @@ def test_logits_are_those_of_the_dequantized_weights(folders: tuple[Path, Path])
     assert (logits - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("num_items", [1, 700, 1 << 22])
+@pytest.mark.parametrize("num_items", [pytest.param(1, marks=pytest.mark.slow), 700, 1 << 22])
 @pytest.mark.parametrize(("dim", "size"), [(0, 2), (1, 2), (0, 3), (1, 5)])
 def test_a_slice_is_the_slice_of_the_dequantized_whole(
     folders: tuple[Path, Path], dim: int, size: int, num_items: int, monkeypatch: pytest.MonkeyPatch

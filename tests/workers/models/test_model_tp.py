@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from drafter.proposers.base import FeatureHead
 from drafter.proposers.eagle import FcHead
 from tests.support import checkpoints
+from tests.support.forked import in_ranks
 from workers.models.decoder import Decoder
 from workers.models.eagle3_format import FeatureFusion, read_eagle3_spec
 from workers.models.fc_head_format import read_eagle_spec, read_mtp_spec
@@ -113,7 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("size", [2, 4])
 def test_split_models_equal_the_whole(folder: Path, size: int) -> None:
     expected = run_models(folder, SINGLE)
-    mp.spawn(worker, args=(size, folder), nprocs=size)
+    in_ranks(worker, size, size, folder)
     for rank in range(size):
         actual = torch.load(folder / f"result-{size}-{rank}.pt", weights_only=True)
         for name, value in expected.items():
