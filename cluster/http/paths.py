@@ -11,6 +11,12 @@ ADMITTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/res
 """Paths of requests that need the engine or the tokenizer workers."""
 
 
+def path_of(scope: Scope) -> str:
+    """Return the path below the service's prefix."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 class PathMiddleware:
     """Gives the router the path that a route has.
 

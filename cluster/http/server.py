@@ -3,8 +3,8 @@
 The walk of a generation request, from the HTTP body to the engine and back to the event:
 
 1. `limits.LimitedProtocol` (uvicorn's protocol) bounds the size and the arrival time of the HTTP request.
-2. `middleware` assigns the request id, checks the API key, and refuses what the full queue will not take anyway;
-   FastAPI validates the body into a request model.
+2. `PathMiddleware`; `Observer`, which assigns the request id and reports the response; `Gate`, which checks the API key
+   and refuses what the full queue will not take anyway. FastAPI validates the body into a request model.
 3. The route calls `Service.accept`: model name, unsupported parameters, the model's sampling defaults; and
    `Service.ticket`, which admits the request and holds its places in the queue (`admission`).
 4. `Service.tokenize_*` renders and tokenizes the prompt in a worker process (`tokenizer_pool`).
@@ -28,17 +28,25 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from fastapi import Depends, FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from cluster.batches.runner import Backend
-from cluster.http import in_process, middleware, openapi
+from cluster.http import in_process, openapi
+from cluster.http.error_handlers import add_error_handlers
+from cluster.http.json_bodies import check_json
+from cluster.http.middleware import Gate, Observer
+from cluster.http.paths import PathMiddleware
 from cluster.http.routes.batches import add_batch_routes, add_file_routes
 from cluster.http.routes.completions import add_completion_routes
 from cluster.http.routes.models import add_model_routes
 from cluster.http.routes.operations import add_operation_routes
 from cluster.http.routes.responses import add_response_routes, add_stored_response_routes
 from cluster.http.service import Service, batch_share
-from cluster.observe.rate_limits import Callers
 from secateur import __version__
+from secateur.responses import IGNORED_HEADER, REQUEST_ID_HEADER
+
+EXPOSED_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER, "retry-after")
+"""Response headers that scripts of other origins may read, beside those that every script may read."""
 
 ROUTES = (
     add_completion_routes,
@@ -74,20 +82,23 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         title="Secateur",
         version=__version__,
         lifespan=lifespan,
-        dependencies=[Depends(middleware.check_json)],
+        dependencies=[Depends(check_json)],
     )
-    middleware.install(
-        app,
-        api_keys=service.api_keys,
-        callers=Callers(service.metrics),
-        echo_request_id=echo_request_id,
-        refusal=service.admission.refusal,
-        on_rejected=service.metrics.observe_rejected,
-        client_request=service.metrics.client_request,
-        on_response=service.metrics.observe_http,
-        root_path=service.root_path,
-        cors=service.cors,
-    )
+    metrics = service.metrics
+    add_error_handlers(app, on_rejected=metrics.observe_rejected)
+    # The middleware added last is the outermost: responses to requests without a key have a request id, too.
+    app.add_middleware(Gate, metrics=metrics, keys=service.api_keys, refusal=service.admission.refusal)
+    app.add_middleware(Observer, metrics=metrics, echoes_id=echo_request_id)
+    app.add_middleware(PathMiddleware, root_path=service.root_path)
+    if (cors := service.cors) is not None:  # it answers preflight requests, which have no API key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors.origins,
+            allow_methods=cors.methods,
+            allow_headers=cors.headers,
+            allow_credentials=cors.credentials,
+            expose_headers=EXPOSED_HEADERS,
+        )
     for add_routes in ROUTES:
         add_routes(app, service)
     openapi.complete(app, has_keys=service.api_keys is not None)

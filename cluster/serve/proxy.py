@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
-import secrets
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -20,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 
+from cluster.http.request_ids import request_id_of
 from cluster.serve.sessions import Sessions
 from secateur.responses import REQUEST_ID_HEADER, ErrorResponse
 
@@ -32,7 +31,6 @@ HOLD_S = 0.5
 
 It is not 0, because a deployment with `min_replicas: 0` starts a replica only when a request arrives.
 """
-_SANE_ID = re.compile(r"[!-~]{1,512}")
 
 _ERROR_TYPES = {408: "timeout_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 """Error types for the statuses that Serve itself answers in plain text."""
@@ -180,10 +178,9 @@ def _error_response(status: int, message: str) -> ASGIApp:
 
 
 def _set_request_id(scope: Scope) -> None:
-    """Keep the caller's request id if it is printable ASCII, else set a new one: Serve fails on some other values."""
+    """Set the request id where the caller's is missing or one on which Serve would fail."""
     headers = MutableHeaders(scope=scope)
-    if not _SANE_ID.fullmatch(headers.get(REQUEST_ID_HEADER, "")):
-        headers[REQUEST_ID_HEADER] = f"req-{secrets.token_hex(12)}"
+    headers[REQUEST_ID_HEADER] = request_id_of(headers)
 
 
 def _with_id(send: Send, scope: Scope) -> Send:

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from cluster.errors import unavailable
-from cluster.http import middleware
+from cluster.http.error_handlers import error_response
 from cluster.http.inspector import inspector_page
 from cluster.http.openapi import errors
 from cluster.http.service import Service
@@ -29,7 +29,7 @@ def add_operation_routes(app: FastAPI, service: Service) -> None:
     async def health() -> Response:
         health = service.health()
         if not health.ok:
-            return middleware.error_response(unavailable(health.reason))
+            return error_response(unavailable(health.reason))
         return JSONResponse({"status": "degraded", "reason": health.reason} if health.reason else {"status": "ok"})
 
     @app.get("/ping", responses=errors(503))

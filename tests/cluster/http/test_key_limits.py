@@ -10,7 +10,7 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.http import server
+from cluster.http import middleware
 from cluster.http.api_keys import KeyFile
 from cluster.observe.rate_limits import Callers
 from tests.support.fake_engine import StandingClock
@@ -23,7 +23,7 @@ BODY = {"prompt": "a b c", "max_tokens": 6}
 def clock(monkeypatch: pytest.MonkeyPatch) -> StandingClock:
     """Limits come back on this clock alone."""
     clock = StandingClock()
-    monkeypatch.setattr(server, "Callers", partial(Callers, clock=clock.monotonic))
+    monkeypatch.setattr(middleware, "Callers", partial(Callers, clock=clock.monotonic))
     return clock
 
 

@@ -23,7 +23,7 @@ from starlette.types import Message, Receive
 
 from cluster.engine.engine_client import DeadlyRequest, Health
 from cluster.errors import BadRequest
-from cluster.http import middleware
+from cluster.http import error_handlers, middleware
 from cluster.http.service import Service, batch_share
 from cluster.observe.answer_record import AnswerRecord
 from cluster.openai.deltas import GenerationFailed, deltas_of
@@ -279,7 +279,7 @@ def test_a_batch_job_may_always_have_a_request_in_the_engine() -> None:
     ("status", "kind"), [(405, "invalid_request_error"), (500, "server_error"), (503, "server_error")]
 )
 async def test_starlette_s_errors_are_the_client_s_below_500(status: int, kind: str) -> None:
-    response = await middleware._starlette_error(Receiving(), HTTPException(status))
+    response = await error_handlers._starlette_error(Receiving(), HTTPException(status))
     assert response.status_code == status and json.loads(response.body)["error"]["type"] == kind
 
 
@@ -294,8 +294,8 @@ def test_the_header_of_ignored_fields_has_at_most_1024_characters(http: httpx2.C
 
 
 def test_a_list_index_is_not_reported_as_the_parameter() -> None:
-    assert middleware._without_body(Problem("body.3", "Value error, is empty")) == Problem("", "is empty")
-    assert middleware._without_body(Problem("body.stop", "Value error, is empty")) == Problem("stop", "is empty")
+    assert error_handlers._without_body(Problem("body.3", "Value error, is empty")) == Problem("", "is empty")
+    assert error_handlers._without_body(Problem("body.stop", "Value error, is empty")) == Problem("stop", "is empty")
 
 
 async def test_other_protocols_pass_the_middleware_unchanged() -> None:
@@ -309,7 +309,7 @@ async def test_other_protocols_pass_the_middleware_unchanged() -> None:
     async def send(_: Any) -> None: ...
 
     scope = {"type": "lifespan"}
-    await middleware._RequestIdMiddleware(app, echo=True)(scope, receive, send)
+    await middleware.Observer(app, MagicMock(), echoes_id=True)(scope, receive, send)
     assert seen == [scope, receive, send]
 
 
