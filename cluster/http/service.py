@@ -28,7 +28,7 @@ from cluster.openai.request_params import RequestLimits, SeedSource, build_submi
 from cluster.openai.responses_api import ResponseStore
 from cluster.openai.resumption import EventId, digest_of, read_event_id
 from cluster.text.answer_reader import AnswerReaders
-from cluster.text.tokenizer import TextLimit, Tokenizer, text_size
+from cluster.text.tokenizer import Conversation, TextLimit, Tokenizer, text_size
 from cluster.text.tokenizer_pool import TokenizerPool
 from cluster.text.tool_calls import ToolCallFormat, decoded_calls, tools_of
 from secateur.api_keys import ApiKey
@@ -309,15 +309,15 @@ class Service:
         for number, message in enumerate(messages):
             if calls := message.get("tool_calls"):
                 message["tool_calls"] = decoded_calls(calls, number)
-        return await self.tokenizer_pool.encode_chat(
+        chat = Conversation(
             messages,
-            limit=limit,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            template_kwargs=variables,
+            variables=variables,
             tools=tools,
             add_special_tokens=add_special_tokens,
         )
+        return await self.tokenizer_pool.encode_chat(chat, limit)
 
     async def prepare(
         self, body: SamplingRequest, prompts: Sequence[list[int]], head: RequestHead, ids: Sequence[int]

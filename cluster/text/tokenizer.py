@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -72,6 +73,23 @@ def text_size(value: Any) -> int:
             case _:
                 size += 1
     return size
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What becomes a chat's prompt.
+
+    Example: Conversation([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the chat template."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    add_special_tokens: bool = False
+    """Tokenize the rendered text with them, although most templates write them."""
 
 
 class TokenText(NamedTuple):
@@ -232,34 +250,27 @@ class Tokenizer:
             advice = _ADVICE.get(reserved[0], "is not a variable of the template; remove it")
             raise PromptError(f"chat_template_kwargs.{reserved[0]}: {advice}", param="chat_template_kwargs")
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
+    def render(self, chat: Conversation) -> str:
         """Render a conversation with the chat template. A template without tools gets them as text.
 
-        Raises PromptError for messages that the template rejects and for reserved variables in `template_kwargs`.
+        Raises PromptError for messages that the template rejects and for reserved variables.
         """
         if not self.has_chat_template:
             raise PromptError("this model has no chat template; use /v1/completions", param="messages")
-        if template_kwargs:
-            self.check_template_variables(template_kwargs)
-        self._check_roles(messages)
+        if chat.variables:
+            self.check_template_variables(chat.variables)
+        self._check_roles(chat.messages)
+        messages, tools = chat.messages, chat.tools
         if not self.has_tools_template:
             messages, tools = taught(messages, tools), None
         try:
             return self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
                 tools=None if tools is None else [dict(tool) for tool in tools],
-                **(template_kwargs or {}),
+                **chat.variables,
             )
         except MemoryError:
             raise
@@ -267,11 +278,10 @@ class Tokenizer:
             reason = str(error)[:_MAX_ERROR_CHARS]  # some messages of transformers quote the whole conversation
             raise PromptError(f"the chat template refused the messages: {reason}", param="messages") from error
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
-    ) -> list[int]:
-        """Render and tokenize a conversation; `options` are those of `render`. Raises PromptError."""
-        return self.encode(self.render(messages, **options), add_special_tokens=add_special_tokens, param="messages")
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Render and tokenize a conversation; `options` are those of `Conversation`. Raises PromptError."""
+        chat = Conversation(messages, **options)
+        return self.encode(self.render(chat), add_special_tokens=chat.add_special_tokens, param="messages")
 
     def _check_roles(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Raise PromptError for a role that is neither OpenAI's nor quoted in the template.

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +26,7 @@ import msgpack
 import workers
 from cluster.engine.engine_client import Health
 from cluster.errors import PromptError
-from cluster.text.tokenizer import TextLimit, Tokenizer
+from cluster.text.tokenizer import Conversation, TextLimit, Tokenizer
 from cluster.text.tokenizer_worker import COMMAND, GRAMMAR_STACK_BYTES, LENGTH, READY, JobLimits
 from secateur.bodies import Structure
 from secateur.errors import SecateurError
@@ -245,29 +245,9 @@ class TokenizerPool:
         """Return the token ids of each text; see `Tokenizer.encode`."""
         return await self._do("encode", "prompt", texts=list(texts), add_special_tokens=add_special_tokens)
 
-    async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        limit: TextLimit,
-        add_generation_prompt: bool,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_special_tokens: bool = False,
-    ) -> list[int]:
-        """Return the token ids of a conversation whose rendered text is within `limit`; see `Tokenizer.encode_chat`."""
-        return await self._do(
-            "encode_chat",
-            "messages",
-            messages=[dict(message) for message in messages],
-            limit=limit,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_kwargs=dict(template_kwargs or {}),
-            tools=None if tools is None else [dict(tool) for tool in tools],
-            add_special_tokens=add_special_tokens,
-        )
+    async def encode_chat(self, chat: Conversation, limit: TextLimit) -> list[int]:
+        """Return the token ids of a conversation whose rendered text is within `limit`."""
+        return await self._do("encode_chat", "messages", chat=chat, limit=limit)
 
     async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Return the token sequences that spell each word; see `Tokenizer.bad_words`."""
@@ -279,7 +259,7 @@ class TokenizerPool:
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, with special tokens."""
-        return await self._do("decode", "tokens", ids=list(ids))
+        return await self._do("decode", "tokens", ids=list(ids), skip_special_tokens=False)
 
     async def grammar(self, structure: Structure, *, end_token_ids: Sequence[int], vocab_size: int) -> str:
         """Return the grammar of a structure, which can be compiled; see `workers.sampling.grammar`."""

@@ -30,7 +30,7 @@ import msgpack
 
 from cluster.errors import PromptError
 from cluster.system.child import die_with_parent
-from cluster.text.tokenizer import TextLimit, Tokenizer
+from cluster.text.tokenizer import Conversation, TextLimit, Tokenizer
 from secateur.bodies import Structure
 from workers.sampling.grammar import ONE_OF, GrammarError, TokenTable, grammar_text
 
@@ -73,7 +73,9 @@ def main(fd: int, path: str, revision: str | None, limits: JobLimits) -> None:
     control = socket.socket(fileno=fd)
     tokenizer = Tokenizer(path, revision=revision)
     with contextlib.suppress(PromptError):
-        tokenizer.render([{"role": "user", "content": "a"}])  # compiles the template, once for all workers
+        tokenizer.render(
+            Conversation([{"role": "user", "content": "a"}])
+        )  # compiles the template, once for all workers
     gc.collect()
     gc.freeze()  # the workers' garbage collections would write to shared pages, and so copy them
     control.sendall(READY)
@@ -113,7 +115,7 @@ def _reply(jobs: _Jobs, frame: bytes) -> dict[str, Any]:
     method, arguments = pickle.loads(frame)  # the service is trusted
     del frame
     try:
-        return {"value": getattr(jobs, method)(**arguments)}
+        return {"value": jobs.run(method, arguments)}
     except PromptError as error:
         return {"rejected": [str(error), error.param, error.code]}
     except MemoryError:
@@ -133,32 +135,23 @@ class _Jobs:
         self._limits = limits
         self._table: TokenTable | None = None
 
-    def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    def run(self, method: str, arguments: dict[str, Any]) -> Any:
+        """Run a method of this class or else of the tokenizer."""
         self._alarm(self._limits.tokenize_s)
+        return getattr(self if hasattr(self, method) else self._tokenizer, method)(**arguments)
+
+    def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         return [self._tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
-    def encode_chat(self, limit: TextLimit, add_special_tokens: bool, **chat: Any) -> list[int]:
+    def encode_chat(self, chat: Conversation, limit: TextLimit) -> list[int]:
         self._alarm(self._limits.render_s)
-        text = self._tokenizer.render(**chat)
+        text = self._tokenizer.render(chat)
         limit.check(len(text), param="messages")
         self._alarm(self._limits.tokenize_s)
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, param="messages")
-
-    def bad_words(self, words: list[str]) -> list[list[int]]:
-        self._alarm(self._limits.tokenize_s)
-        return self._tokenizer.bad_words(words)
-
-    def token_strings(self, ids: list[int]) -> list[str]:
-        self._alarm(self._limits.tokenize_s)
-        return self._tokenizer.token_strings(ids)
-
-    def decode(self, ids: list[int]) -> str:
-        self._alarm(self._limits.tokenize_s)
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        return self._tokenizer.encode(text, add_special_tokens=chat.add_special_tokens, param="messages")
 
     def grammar(self, structure: tuple[Any, ...], end_token_ids: tuple[int, ...], vocab_size: int) -> str:
         asked = Structure(*structure)
-        self._alarm(self._limits.tokenize_s)
         try:
             if self._table is None:
                 self._table = TokenTable(self._tokenizer.path, vocab_size, end_token_ids)

@@ -14,7 +14,7 @@ import pytest
 
 import cluster.text.tokenizer_pool
 from cluster.system.processes import is_running, wait_gone
-from cluster.text.tokenizer import PromptError, TextLimit, Tokenizer
+from cluster.text.tokenizer import Conversation, PromptError, TextLimit, Tokenizer
 from cluster.text.tokenizer_pool import (
     JobTooCostly,
     TokenizerForkServer,
@@ -64,7 +64,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 async def render(pool: TokenizerPool, *messages: dict[str, Any], **options: Any) -> list[int]:
-    return await pool.encode_chat(messages, limit=LIMIT, add_generation_prompt=True, **options)
+    return await pool.encode_chat(Conversation(messages, **options), LIMIT)
 
 
 # What they answer
@@ -88,9 +88,9 @@ async def test_workers_render_what_the_tokenizer_renders() -> None:
         for options in (
             {"add_generation_prompt": True},
             {"add_generation_prompt": False, "continue_final_message": True},
-            {"add_generation_prompt": True, "template_kwargs": {"thinking": False}, "add_special_tokens": True},
+            {"add_generation_prompt": True, "variables": {"thinking": False}, "add_special_tokens": True},
         ):
-            assert await pool.encode_chat(CHAT, limit=LIMIT, **options) == own.encode_chat(CHAT, **options)
+            assert await pool.encode_chat(Conversation(CHAT, **options), LIMIT) == own.encode_chat(CHAT, **options)
         (parent,) = pool.pids
         assert "libtorch" not in Path(f"/proc/{parent}/maps").read_text()  # five times the time and memory of the rest
         assert "Threads:\t1\n" in Path(f"/proc/{parent}/status").read_text()  # what forking needs
@@ -108,7 +108,7 @@ async def test_a_workers_prompt_error_is_raised_unchanged(pool: TokenizerPool) -
     with pytest.raises(PromptError, match="not valid Unicode"):
         await render(pool, {"role": "user", "content": "\ud800"})
     with pytest.raises(PromptError, match=r"chat_template_kwargs.chat_template"):
-        await render(pool, *CHAT, template_kwargs={"chat_template": "X {{ 7*7 }}"})
+        await render(pool, *CHAT, variables={"chat_template": "X {{ 7*7 }}"})
     assert pool.health().ok
 
 
