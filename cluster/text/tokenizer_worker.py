@@ -73,9 +73,8 @@ def main(fd: int, path: str, revision: str | None, limits: JobLimits) -> None:
     control = socket.socket(fileno=fd)
     tokenizer = Tokenizer(path, revision=revision)
     with contextlib.suppress(PromptError):
-        tokenizer.render(
-            Conversation([{"role": "user", "content": "a"}])
-        )  # compiles the template, once for all workers
+        # This compiles the template, once for all workers.
+        tokenizer.render(Conversation([{"role": "user", "content": "a"}]))
     gc.collect()
     gc.freeze()  # the workers' garbage collections would write to shared pages, and so copy them
     control.sendall(READY)
