@@ -121,12 +121,8 @@ class OfflineEngine:
         self._num_requests += 1
         try:
             body = service.accept(body)
-            with service.ticket(body, len(body.prompts) if isinstance(body, CompletionRequest) else 1) as ids:
-                if isinstance(body, CompletionRequest):
-                    prompts = await service.tokenize_prompts(body)
-                else:
-                    prompts = [await service.tokenize_chat(body, add_special_tokens=body.add_special_tokens)]
-                return await service.prepare(body, prompts, head, ids), head
+            with service.ticket(body) as ids:
+                return await service.prepare(body, await service.tokenize(body), head, ids), head
         except BadRequest as error:
             raise ConfigError(Problem(error.param or "", str(error))) from None
         except HttpError as error:

@@ -7,7 +7,7 @@ The walk of a generation request, from the HTTP body to the engine and back to t
    and refuses what the full queue will not take anyway. FastAPI validates the body into a request model.
 3. The route calls `Service.accept`: model name, unsupported parameters, the model's sampling defaults; and
    `Service.ticket`, which admits the request and holds its places in the queue (`admission`).
-4. `Service.tokenize_*` renders and tokenizes the prompt in a worker process (`tokenizer_pool`).
+4. `Service.tokenize` renders and tokenizes the prompt in a worker process (`tokenizer_pool`).
 5. `Service.prepare` has its grammar compiled there, too, and builds one `Submit` per choice (`request_params`), with
    limits and seed, and its `Generation`.
 6. `deltas_of` hands all of them to `EngineClient.submit`, which sends them to rank 0 and yields `TokenChunk`s. An

@@ -25,7 +25,7 @@ from cluster.observe.tracing import Trace, Tracing
 from cluster.openai.deltas import deltas_of
 from cluster.openai.output_processor import Generation, TextDelta
 from cluster.openai.request_params import RequestLimits, SeedSource, build_submits
-from cluster.openai.responses_api import ResponseStore
+from cluster.openai.response_store import ResponseStore
 from cluster.openai.resumption import EventId, digest_of, read_event_id
 from cluster.text.answer_reader import AnswerReaders
 from cluster.text.tokenizer import Conversation, TextLimit, Tokenizer, text_size
@@ -233,9 +233,11 @@ class Service:
             raise BadRequest(message, param=problem.field) from None
         return self._with_defaults_of_the_answer(body)
 
-    def ticket(self, body: SamplingRequest, num_prompts: int = 1) -> AbstractContextManager[list[int]]:
+    def ticket(self, body: SamplingRequest) -> AbstractContextManager[list[int]]:
         """Admit an accepted request; see `Admission.ticket`."""
-        return self.admission.ticket(num_prompts, body.n, priority=body.priority, wait_s=body.first_token_timeout_s)
+        return self.admission.ticket(
+            num_prompts(body), body.n, priority=body.priority, wait_s=body.first_token_timeout_s
+        )
 
     def _with_defaults_of_the_answer(self, body: Body) -> Body:
         """Return a request with what the service's settings say about the form of its answer."""
@@ -251,9 +253,7 @@ class Service:
             update["disable_additional_properties"] = False
         return body.model_copy(update=update)
 
-    async def head_of(
-        self, request: Request, body: SamplingRequest, *, arrival: float, kind: str = "", num_prompts: int = 1
-    ) -> RequestHead:
+    async def head_of(self, request: Request, body: SamplingRequest, *, arrival: float, kind: str = "") -> RequestHead:
         """Read the headers of an accepted request. Raises BadRequest for a wrong event id.
 
         kind: its endpoint, if a stream of that may go on later.
@@ -262,7 +262,7 @@ class Service:
         if kind and body.stream:
             digest = digest_of(kind, self.model_id, self.sampling_defaults, await request.body())
         if kind and (header := request.headers.get(LAST_EVENT_ID_HEADER)) is not None:
-            resumed = read_event_id(header, body, num_prompts=num_prompts, digest=digest)
+            resumed = read_event_id(header, body, num_prompts=num_prompts(body), digest=digest)
         return RequestHead(
             request_id=body.request_id or (resumed.origin.request_id if resumed else request.state.request_id),
             arrival=arrival,
@@ -273,12 +273,17 @@ class Service:
             trace=self.tracing.of(request.headers),
         )
 
-    async def tokenize_prompts(self, body: CompletionRequest) -> list[list[int]]:
-        """Return the token ids of a completion's prompts, which are all texts or all token ids."""
-        texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
-        if not texts:
-            return [list(prompt) for prompt in body.prompts if not isinstance(prompt, str)]
-        return await self.tokenize_texts(texts, add_special_tokens=body.add_special_tokens)
+    async def tokenize(self, body: SamplingRequest) -> list[list[int]]:
+        """Return the token ids of each prompt: one of a chat; of a completion, all are texts or all token ids.
+
+        Raises PromptError.
+        """
+        if isinstance(body, ChatCompletionRequest):
+            return [await self.tokenize_chat(body, add_special_tokens=body.add_special_tokens)]
+        assert isinstance(body, CompletionRequest)
+        if texts := [prompt for prompt in body.prompts if isinstance(prompt, str)]:
+            return await self.tokenize_texts(texts, add_special_tokens=body.add_special_tokens)
+        return [list(prompt) for prompt in body.prompts if not isinstance(prompt, str)]
 
     async def tokenize_texts(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Tokenize texts that are short enough to fit. Raises PromptError."""
@@ -385,6 +390,11 @@ class Service:
             root=self.model_root or self.config.model_path,
             max_model_len=self.limits.max_model_len,
         )
+
+
+def num_prompts(body: SamplingRequest) -> int:
+    """Return how many prompts a request has."""
+    return len(body.prompts) if isinstance(body, CompletionRequest) else 1
 
 
 def batch_share(max_num_seqs: int) -> int:

@@ -37,13 +37,7 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
     )
     @cancel_on_disconnect
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        arrival, num_prompts = time.perf_counter(), len(body.prompts)
-        body = service.accept(body)
-        with service.ticket(body, num_prompts) as ids:
-            head = await service.head_of(request, body, arrival=arrival, kind="completion", num_prompts=num_prompts)
-            generations = await service.prepare(body, await service.tokenize_prompts(body), head, ids)
-            response_format = CompletionFormat(body, service.model_id, service.tokenizer)
-            return await generate(service, response_format, generations, head, request)
+        return await answer(service, "completion", body, request)
 
     @app.post(
         "/v1/chat/completions",
@@ -53,15 +47,26 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
     )
     @cancel_on_disconnect
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
-        arrival = time.perf_counter()
-        body = service.accept(body)
-        with service.ticket(body) as ids:
-            head = await service.head_of(request, body, arrival=arrival, kind="chat")
-            prompt = await service.tokenize_chat(body, add_special_tokens=body.add_special_tokens)
-            generations = await service.prepare(body, [prompt], head, ids)
-            new_reader = service.answers.of(body, prompt)
+        return await answer(service, "chat", body, request)
+
+
+async def answer(
+    service: Service, kind: str, body: CompletionRequest | ChatCompletionRequest, request: Request
+) -> Response:
+    """Answer a request from its body on. kind: its endpoint, in event ids."""
+    arrival = time.perf_counter()
+    body = service.accept(body)
+    with service.ticket(body) as ids:
+        head = await service.head_of(request, body, arrival=arrival, kind=kind)
+        prompts = await service.tokenize(body)
+        generations = await service.prepare(body, prompts, head, ids)
+        response_format: ResponseFormat
+        if isinstance(body, ChatCompletionRequest):
+            new_reader = service.answers.of(body, prompts[0])
             response_format = ChatFormat(body, service.model_id, service.tokenizer, new_reader)
-            return await generate(service, response_format, generations, head, request)
+        else:
+            response_format = CompletionFormat(body, service.model_id, service.tokenizer)
+        return await generate(service, response_format, generations, head, request)
 
 
 async def generate(

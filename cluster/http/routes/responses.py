@@ -17,9 +17,9 @@ from cluster.http.routes.batches import After, NumEntries, Order
 from cluster.http.service import RequestHead, Service
 from cluster.openai.output_processor import Generation
 from cluster.openai.request_params import ineffective_settings
+from cluster.openai.response_store import StoredResponse
 from cluster.openai.responses_api import (
     ResponseBuilder,
-    StoredResponse,
     chat_of,
     events_of,
     in_words_of_responses,
@@ -58,7 +58,7 @@ def add_response_routes(app: FastAPI, service: Service) -> None:
             body, history, chat = resolved(body, request)
             with service.ticket(chat) as ids:
                 head = await service.head_of(request, chat, arrival=arrival)
-                prompt = await service.tokenize_chat(chat, add_special_tokens=chat.add_special_tokens)
+                [prompt] = await service.tokenize(chat)
                 [generation] = await service.prepare(chat, [prompt], head, ids)
                 new_reader = service.answers.of(chat, prompt)
                 builder = ResponseBuilder(body, chat, service.model_id, service.tokenizer, new_reader, service.replica)
@@ -71,7 +71,7 @@ def add_response_routes(app: FastAPI, service: Service) -> None:
             service.check_body(body)
             _, _, chat = resolved(body, request)
             service.admission.admit(1, priority=chat.priority, wait_s=chat.first_token_timeout_s)
-            prompt = await service.tokenize_chat(chat, add_special_tokens=chat.add_special_tokens)
+            [prompt] = await service.tokenize(chat)
         return json_reply(InputTokens(input_tokens=len(prompt)), ignored_header(request, body.ignored()))
 
 

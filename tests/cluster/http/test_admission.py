@@ -158,7 +158,7 @@ def test_a_request_whose_time_passed_while_it_was_tokenized_waits_no_longer(monk
 
 def test_a_request_holds_its_places_while_it_is_tokenized(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is admitted once: others are refused in its place meanwhile. A wrong prompt gives the places back."""
-    running, tokenize, pending = own(max_pending=8), Service.tokenize_prompts, list[int]()
+    running, tokenize, pending = own(max_pending=8), Service.tokenize, list[int]()
 
     async def observed(*own: Any) -> list[list[int]]:
         pending.append(running.client.num_pending)
@@ -166,7 +166,7 @@ def test_a_request_holds_its_places_while_it_is_tokenized(own: Own, monkeypatch:
         assert running.service.admission.refusal(9 - pending[-1]) is not None
         return await tokenize(*own)
 
-    monkeypatch.setattr(Service, "tokenize_prompts", observed)
+    monkeypatch.setattr(Service, "tokenize", observed)
     assert post(running, prompt=["a", "b"], n=3).status_code == 200
     assert post(running, prompt=[[99999]]).status_code == 400
     assert pending == [6, 1] and running.client.num_pending == 0

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.openai import responses_api
+from cluster.openai import response_store
 from cluster.openai.openai_format import ChatFormat
 from cluster.openai.output_processor import Generation
 from cluster.openai.responses_api import ResponseBuilder, chat_of
 from cluster.text.answer_reader import AnswerReaders
 from cluster.text.tokenizer import Tokenizer
-from secateur.responses_api import LOGPROBS, ResponsesRequest
+from secateur.responses_api import LOGPROBS, OutputMessage, OutputText, ResponseObject, ResponsesRequest
 from tests.cluster.http.test_structured_outputs import matches
 from tests.cluster.text.test_tool_calls import CALLED
 from tests.support.fake_engine import score
@@ -571,11 +571,11 @@ def test_what_is_not_to_be_stored_is_not(http: httpx2.Client) -> None:
 
 
 def test_the_oldest_responses_give_way(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses_api, "MAX_STORED", 2)
+    monkeypatch.setattr(response_store, "MAX_STORED", 2)
     ids = [create(http, input="a")["id"] for _ in range(4)]
     assert [http.get(f"{PATH}/{id}").status_code for id in ids] == [404, 404, 200, 200]
-    monkeypatch.setattr(responses_api, "MAX_STORED", 1024)
-    monkeypatch.setattr(responses_api, "MAX_STORED_BYTES", 10_000)
+    monkeypatch.setattr(response_store, "MAX_STORED", 1024)
+    monkeypatch.setattr(response_store, "MAX_STORED_BYTES", 10_000)
     ids = [create(http, input="a" * 1000)["id"] for _ in range(4)]
     assert [http.get(f"{PATH}/{id}").status_code for id in ids[::3]] == [404, 200]
     unkept = create(http, input="a", text={"format": {"type": "text", "description": "a" * 10_000}})["id"]
@@ -600,18 +600,18 @@ MUCH: list[dict[str, Any]] = [
 def test_stored_responses_take_no_more_memory_than_their_limit(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(responses_api, "MAX_STORED_BYTES", limit := 1 << 20)
-    response = responses_api.ResponseObject(id="", created_at=0, model="m")
+    monkeypatch.setattr(response_store, "MAX_STORED_BYTES", limit := 1 << 20)
+    response = ResponseObject(id="", created_at=0, model="m")
     told = {name: fields[name] for name in ("instructions", "tools", "text", "metadata") if name in fields}
-    output = [responses_api.OutputMessage(id="msg_1", content=[responses_api.OutputText(text=TEXT)])]
+    output = [OutputMessage(id="msg_1", content=[OutputText(text=TEXT)])]
     tracemalloc.start()
     try:
-        store = responses_api.ResponseStore()
+        store = response_store.ResponseStore()
         for n in range(150):
-            body = responses_api.ResponsesRequest.model_validate(json.loads(json.dumps(fields)))
+            body = ResponsesRequest.model_validate(json.loads(json.dumps(fields)))
             made = response.model_copy(update={**body.model_dump(include=set(told)), "id": f"resp-{n}"})
             made.output = output if n % 2 else []
-            store.put(responses_api.StoredResponse.of("key", body, [{"role": "user", "content": "a"}], made))
+            store.put(response_store.StoredResponse.of("key", body, [{"role": "user", "content": "a"}], made))
         gc.collect()
         before, _ = tracemalloc.get_traced_memory()
         del store
