@@ -571,6 +571,32 @@ def test_a_line_that_engines_are_lost_with_again_and_again_gets_an_error(
         assert [each["error"]["code"] for each in content(http, batch["error_file_id"])] == ["request_lost"] * 2
 
 
+def test_the_next_batch_begins_when_all_lines_of_the_first_have_begun(own: Own, tmp_path: Path) -> None:
+    running = own(batch_dir=tmp_path)
+    with running.http() as http:
+        running.engine.hold.set()
+        ids = [create(http, jsonl(line("a")))["id"] for _ in range(2)]
+        wait_for(lambda: running.client.num_pending == 2)
+        running.engine.hold.clear()
+        assert [ended(http, id)["request_counts"]["completed"] for id in ids] == [1, 1]
+
+
+@pytest.mark.parametrize("left", [None, b"", b"{"])
+def test_a_batch_whose_input_cannot_be_read_again_fails(own: Own, tmp_path: Path, left: bytes | None) -> None:
+    running = own(batch_dir=tmp_path)
+    with running.http() as http:
+        running.engine.hold.set()
+        batch = create(http, jsonl(*map(line, "abcdefgh")))
+        wait_for(lambda: running.client.num_pending == 3)
+        path = tmp_path / "files" / batch["input_file_id"]
+        path.unlink()
+        if left is not None:
+            path.write_bytes(left)
+        change(tmp_path, "UPDATE batches SET worker = NULL")
+        failed = ended(http, batch["id"])
+        assert (failed["status"], failed["errors"]["data"][0]["code"]) == ("failed", "missing_file")
+
+
 def test_a_service_that_stops_leaves_its_work_to_the_next(
     own: Own, tmp_path: Path, tokenizer: Any, script: Any
 ) -> None:
