@@ -164,6 +164,7 @@ def asked(config: EngineConfig, width: int, which: int, num_rows: int) -> DraftR
     return replace(
         one,
         **many,
+        rules=one.rules.each(lambda column_B: column_B.repeat(num)),
         page_table_BP=torch.zeros(num, config.pages_for(config.max_model_len), dtype=torch.int32),
         offsets=ends,
         token_M=torch.zeros(num_rows, dtype=torch.int32),
