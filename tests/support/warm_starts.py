@@ -62,7 +62,6 @@ class _Zygote:
     """The owner's end of the process that imports and forks."""
 
     def __init__(self, module: str, env: Mapping[str, str]) -> None:
-        self._module = module
         self._control, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with remote:
             arguments = [str(remote.fileno()), module]
@@ -72,6 +71,10 @@ class _Zygote:
         self._children: dict[int, _Forked] = {}
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    @property
+    def is_down(self) -> bool:
+        return self._process.poll() is not None
 
     def fork(self, arguments: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int]) -> _Forked:
         message = {"arguments": list(arguments), "env": dict(env), "cwd": os.getcwd(), "fds": [1, 2, *pass_fds]}
@@ -113,7 +116,7 @@ def warm_starts() -> Iterator[None]:
         env = options.get("env") or os.environ
         if command[:4] != [sys.executable, "-P", "-m", "cluster.system.child"] or {"stdout", "stderr"} & options.keys():
             return subprocess.Popen(command, **options)
-        if (zygote := zygotes.get(_key(command[5], env))) is None:
+        if (zygote := zygotes.get(_key(command[5], env))) is None or zygote.is_down:
             return subprocess.Popen(command, **options)
         return zygote.fork(command[6:], env, options.get("pass_fds", ()))
 

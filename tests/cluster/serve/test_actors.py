@@ -35,6 +35,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     reported = ["127.0.0.1"]
     for name in INTERFACES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("cluster.system.child.subprocess", subprocess)  # no warm start, as /proc tells who was started
     monkeypatch.setattr(cluster.serve.actors.ray.util, "get_node_ip_address", lambda: reported[0])
     return reported
 
