@@ -121,7 +121,8 @@ class Memory:
             mask, base = int(attention.ancestors_N[n]), int(attention.base_B[b])
             slots = [*range(int(attention.visible_N[n]))]
             slots += [base + r for r in range(64) if mask >> r & 1]
-            seen = [self.held[self.place(tables[b], slot)] for slot in slots]
+            # A drafted node may have a row that comes before its parent's: that of a node which was displaced.
+            seen = sorted(self.held[self.place(tables[b], slot)] for slot in slots)
             assert [p for p, _ in seen] == list(range(position - len(seen) + 1, position + 1)), "a hole in the context"
             contexts.append([token for _, token in seen])
         return contexts
