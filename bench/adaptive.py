@@ -19,11 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
-from operator import mul
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 
 from bench.harness import command, parser
@@ -49,92 +47,15 @@ NUM_LATER = 3
 # ---- parts to put in place of the controller's
 
 
-class _Kalman:
-    """A sum of terms whose prices follow a Kalman filter: a measurement changes the least certain prices most."""
-
-    def __init__(self, prices: Sequence[float], doubts: Sequence[float]) -> None:
-        self.price_J, self._doubt_J = list(prices), list(doubts)
-        self._covariance_JJ = [[a * a if i == j else 0.0 for j in range(len(doubts))] for i, a in enumerate(doubts)]
-
-    def ms(self, quantity_J: Sequence[Any]) -> Any:
-        return sum(map(mul, self.price_J, quantity_J))
-
-    def observe(self, ms: float, quantity_J: Sequence[float]) -> None:
-        estimate = self.ms(quantity_J)
-        error = min(max(ms - estimate, -0.5 * estimate), 0.5 * estimate)
-        for j, doubt in enumerate(self._doubt_J):
-            row = self._covariance_JJ[j]
-            row[j] += min((0.03 * doubt) ** 2, max(doubt * doubt - row[j], 0.0))
-        spread_J = [sum(map(mul, row, quantity_J)) for row in self._covariance_JJ]
-        variance = sum(map(mul, spread_J, quantity_J)) + (0.15 * estimate) ** 2
-        for j, spread in enumerate(spread_J):
-            gain = spread / variance
-            self.price_J[j] = max(self.price_J[j] + gain * error, 0.0)
-            self._covariance_JJ[j] = [c - gain * s for c, s in zip(self._covariance_JJ[j], spread_J, strict=True)]
-
-
-class KalmanVerifyCost:
-    def __init__(self) -> None:
-        self._cost: _Kalman | None = None
-
-    def ms(self, table_ms: Any, num_trees: Any) -> Any:
-        return table_ms if self._cost is None else self._cost.ms((1, table_ms, np.minimum(num_trees, 1), num_trees))
-
-    def observe(self, ms: float, table_ms: float, num_trees: int) -> None:
-        if self._cost is None:
-            step = table_ms
-            self._cost = _Kalman(
-                (0.05 * step, 1.0, 0.02 * step, 0.02 * step), (0.1 * step, 0.25, 0.3 * step, 0.1 * step)
-            )
-        self._cost.observe(ms, (1, table_ms, min(num_trees, 1), num_trees))
-
-
-class KalmanDraftCost(cost_model._DraftCost):
-    def __init__(self, guess: cost_model.DraftWork, *, is_fixed: bool = False) -> None:
-        super().__init__(guess, is_fixed=is_fixed)
-        self._filter: _Kalman | None = None
-
-    def ms(self, work: cost_model.DraftWork) -> Any:
-        return self._filter.ms(work) if self._filter else super().ms(work)
-
-    def observe(self, ms: float, work: cost_model.DraftWork, *, is_probe: bool) -> None:
-        if self._filter:
-            self._filter.observe(ms, work)
-            return
-        super().observe(ms, work, is_probe=is_probe)
-        if self._is_measured and not self._is_fixed:
-            prices = [self._scale * price for price in self._guess]
-            self._filter = _Kalman(prices, prices)
-
-
-class PricePerTerm(cost_model._DraftCost):
-    """Normalised least mean squares: each term's price moves in proportion to its contribution."""
-
-    def __init__(self, guess: cost_model.DraftWork, *, is_fixed: bool = False) -> None:
-        super().__init__(guess, is_fixed=is_fixed)
-        self._least: list[float] = []
-
-    def observe(self, ms: float, work: cost_model.DraftWork, *, is_probe: bool) -> None:
-        if not self._is_measured:
-            super().observe(ms, work, is_probe=is_probe)
-            self._guess = cost_model.DraftWork(*[self._scale * price for price in self._guess])
-            self._scale, self._least = 1.0, [0.05 * price for price in self._guess]
-        elif not self._is_fixed:
-            estimate = self.ms(work)
-            step_J = [price**2 * quantity for price, quantity in zip(self._guess, work, strict=True)]
-            gain = cost_model._DRAFT_RATE * cost_model._bounded_error(ms, estimate) / sum(map(mul, step_J, work))
-            moved_J = (price + gain * step for price, step in zip(self._guess, step_J, strict=True))
-            self._guess = cost_model.DraftWork(*map(max, moved_J, self._least))
-
-
 class EverRarerProbes(gate.SpeculationGate):
     """Probes after 32 steps, then 64, up to 1024, independent of their loss."""
 
-    def weigh(self, advantage: float, num_decoding: int) -> None:
+    def weigh(self, advantage: float, num_decoding: int) -> bool:
         was_on = self.is_on
-        super().weigh(advantage, num_decoding)
+        drafts = super().weigh(advantage, num_decoding)
         if self.is_on != was_on:
             self._gap = 32
+        return drafts
 
     def observe_probe(self, loss: float) -> None:
         gap = self._gap
@@ -147,70 +68,42 @@ class NoCalibration(calibration.Calibration):
         pass
 
 
-class RatioCalibration(calibration.Calibration):
-    """One factor per depth on the odds of survival: observed over expected survivors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._survived_D, self._expected_D = np.full(8, 4.0), np.full(8, 4.0)
-
-    def learn(self, *step: Any) -> None:
-        logit_O, survived_O, depth_O = calibration._observations([step])
-        depth_O = np.minimum(depth_O, 7)
-        raw_O = 1 / (1 + np.exp(-logit_O)) * (self._expected_D / self._survived_D)[depth_O]
-        for total_D, seen_O in ((self._survived_D, survived_O), (self._expected_D, raw_O)):
-            total_D[:] = 0.99 * total_D + 0.04 + np.bincount(depth_O, seen_O, 8)
-        self._fit_D2[:, 1] = np.log(self._survived_D / self._expected_D)
-
-
 class LookupByTemperature(prompt_lookup.PromptLookup):
     """Separate averages for three ranges of temperature: 0, up to 0.5, above."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._kinds = [prompt_lookup.AcceptanceEstimator() for _ in range(3)]
-
-    def _kind(self, request: Any) -> prompt_lookup.AcceptanceEstimator:
-        temperature = request.submit.sampling.temperature
-        return self._kinds[(temperature > 0) + (temperature > 0.5)]
+    def __init__(self, count_allowed: prompt_lookup.CountAllowed) -> None:
+        super().__init__(count_allowed)
+        self._kinds = [prompt_lookup.PromptLookup(count_allowed)._chance_L for _ in range(3)]
 
     def _draft(self, request: Any, most: int) -> Any:
-        self._acceptance = self._kind(request)
+        temperature = request.submit.sampling.temperature
+        self._chance_L = self._kinds[(temperature > 0) + (temperature > 0.5)]
         return super()._draft(request, most)
 
 
-class OneAverage(prompt_lookup.AcceptanceEstimator):
+class OneAverage(prompt_lookup.PromptLookup):
     """The same probability for matches of every length."""
 
-    def of(self, length: int) -> float:
-        return super().of(1)
-
-    def observe(self, length: int, goes_on: bool) -> None:
-        super().observe(1, goes_on)
+    def _chance(self, length: int) -> prompt_lookup.Average:
+        return super()._chance(1)
 
 
 Patch = tuple[Any, str, Any]
 AS_IT_IS = "as it is"
 VARIANTS: dict[str, list[Patch]] = {
-    "Kalman costs": [(cost_model, "_VerifyCost", KalmanVerifyCost), (cost_model, "_DraftCost", KalmanDraftCost)],
-    "a price for each term of drafting": [(cost_model, "_DraftCost", PricePerTerm)],
     "costs as first measured": [(cost_model, "_RATE", 0.0), (cost_model, "_DRAFT_RATE", 0.0)],
     "no calibration": [(controller, "Calibration", NoCalibration)],
-    "calibration by a ratio": [(controller, "Calibration", RatioCalibration)],
     "lookup by temperature": [(controller, "PromptLookup", LookupByTemperature)],
-    "lookup by one average": [(prompt_lookup, "AcceptanceEstimator", OneAverage)],
+    "lookup by one average": [(controller, "PromptLookup", OneAverage)],
     "no factor per request": [(prompt_lookup, "_PRIOR_TOKENS", 1e9)],
     "no lookup": [(prompt_lookup, "_MOST_PLACES", 0)],
     "no probes": [(gate, "_FIRST_GAP", 10**9)],
     "ever rarer probes": [(controller, "SpeculationGate", EverRarerProbes)],
     "probes twice as often": [(gate, "_PROBE_SHARE", 0.006)],
     "probes half as often": [(gate, "_PROBE_SHARE", 0.0015)],
-    "no hysteresis": [(gate, "_HYSTERESIS", 1.0)],
-    "hysteresis 1.15": [(gate, "_HYSTERESIS", 1.15)],
     "cost rates halved": [(cost_model, "_RATE", 0.05), (cost_model, "_DRAFT_RATE", 0.1)],
     "cost rates doubled": [(cost_model, "_RATE", 0.2), (cost_model, "_DRAFT_RATE", 0.4)],
-    "tree averages twice as fast": [(controller, "_RATE", 0.04)],
-    "lookup averages twice as fast": [(prompt_lookup, "_RATE", 0.04)],
+    "averages twice as fast": [(prompt_lookup, "RATE", 0.04), (controller, "RATE", 0.04)],
     "lookup without a margin": [(prompt_lookup, "_MARGIN", 1.0)],
 }
 

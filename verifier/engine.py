@@ -147,7 +147,7 @@ class Engine:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        """Send the last step's tokens and finish learning from it, for which no other rank waits.
+        """Send the last step's tokens, for which no other rank waits.
 
         Other ranks may be in the middle of a step. So the loss of the front is an error of the next one.
         """
@@ -155,7 +155,6 @@ class Engine:
             self._emit()
         except FrontGone as error:
             self._front_gone = error
-        self._controller.catch_up()
 
     def stop(self) -> None:
         """Tell every other rank to leave."""

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 
 from verifier.adaptive.cost_model import UNPROFILED
-from verifier.adaptive.profile import profile, warm_up
+from verifier.adaptive.profile import profile
 from verifier.engine import Engine
 from verifier.hidden_states import HiddenStatePool, max_buffered_states
 from verifier.target import Fuse, Target
+from verifier.warm_up import warm_up
 from verifier.workspace import target_workspace
 from workers.comm import groups, ipc
 from workers.comm.groups import World

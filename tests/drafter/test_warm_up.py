@@ -10,8 +10,8 @@ from drafter.proposers.base import DraftModelProposer, FeatureProposer
 from drafter.tree.policy import make_tree_policy
 from tests.support import checkpoints
 from tests.support.engines import AUTO, BUNDLED, CHAIN, DYNAMIC, STATIC, bundled
-from verifier.adaptive.profile import warm_up
 from verifier.target import Target
+from verifier.warm_up import warm_up
 from workers.kernels import reference
 from workers.models.decoder import Decoder
 from workers.models.readers import read_spec

@@ -36,9 +36,9 @@ from drafter.tree.policy import make_tree_policy
 from tests.support.simulated_cuda import simulated_cuda
 from verifier import worker as verifier_worker
 from verifier.adaptive.cost_model import UNPROFILED
-from verifier.adaptive.profile import warm_up
 from verifier.engine import Engine
 from verifier.target import Target
+from verifier.warm_up import warm_up
 from workers.comm.channel import Channel, DevicePart, Received, Transport
 from workers.comm.groups import World
 from workers.comm.ipc import FrameDecoder, FrameSocket, Speculation, StepOutput, Submit, TokenLogprobs, encode

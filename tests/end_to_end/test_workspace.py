@@ -24,7 +24,7 @@ from tests.support import checkpoints
 from tests.support.engines import CHAIN, DYNAMIC, STATIC
 from tests.support.simulated_cuda import SimulatedCuda, simulated_cuda
 from verifier import worker as verifier_worker
-from verifier.adaptive.profile import _timed
+from verifier.warm_up import timed_forward
 from verifier.workspace import target_workspace
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.kernels.select import kernels_for
@@ -116,7 +116,7 @@ def test_the_target_takes_what_was_counted(
         settings = [SamplingSettings(temperature=0.0), SamplingSettings(top_p=0.9, num_logprobs=2, seed=1)]
 
         def step(sampling: SamplingSettings) -> None:
-            _timed(target, config, num_pages, most_trees, sampling)
+            timed_forward(target, config, num_pages, most_trees, sampling)
             target.states()
 
         many = torch.arange(64, dtype=torch.int32)
@@ -145,7 +145,7 @@ def test_a_pass_without_graphs_takes_what_was_counted(models: Path, monkeypatch:
     with simulated_cuda() as cuda:
         measured = Measured(cuda, monkeypatch)
         target, num_pages = verifier_worker.load(world_of(config, 0), specs)
-        eager = measured.eager(lambda: _timed(target, config, num_pages, 128))
+        eager = measured.eager(lambda: timed_forward(target, config, num_pages, 128))
     counted = target_workspace(config, specs.target)
     assert counted.buffers == counted.captured == 0
     assert_counted(counted.eager, eager)

@@ -6,14 +6,14 @@ in which every request gains one token:
 
     (draft_ms(k) + verify_ms(k)) x sum over requests of 1 / (1 + gain_r)
 
-Plain decoding is k = 0. This objective finishes n requests
-of equal length soonest. Maximising the tokens per millisecond of one step would favour a few easy requests, and the
-others would finish alone. The gate (`verifier.adaptive.gate`) switches drafting on and off, and probes it while it is
-off. The drafter then sizes the trees of the chosen k by the same costs (`drafter.tree.cost_model`).
+Plain decoding is k = 0. This objective finishes n requests of equal length soonest. Maximising the tokens per
+millisecond of one step would favour a few easy requests, and the others would finish alone. The gate
+(`verifier.adaptive.gate`) switches drafting on and off, and probes it while it is off. The drafter then sizes the trees
+of the chosen k by the same costs (`drafter.tree.cost_model`).
 
 A request without a tree may get a lookup draft (`verifier.adaptive.prompt_lookup`), which needs no message. The gate
-ignores lookup drafts. While drafting is on, a request gets a lookup draft instead of a tree if it is expected to gain
-more tokens. Every decision depends on past steps only, so it may concern sampled trees as well.
+ignores lookup drafts. While drafting is on, requests get lookup drafts instead of trees if the pace is higher with
+them. Every decision depends on past steps only, so it may concern sampled trees as well.
 Legend: K choices, B requests.
 """
 
@@ -31,7 +31,7 @@ import numpy as np
 from verifier.adaptive.calibration import Calibration
 from verifier.adaptive.cost_model import CostModel, DraftWork, RowCosts
 from verifier.adaptive.gate import SpeculationGate
-from verifier.adaptive.prompt_lookup import CountAllowed, LookupResult, PromptLookup, allow_all
+from verifier.adaptive.prompt_lookup import RATE, Average, CountAllowed, LookupResult, PromptLookup
 from verifier.draft_batch import DraftBatch
 from verifier.draft_inputs import (
     DraftInput,
@@ -47,7 +47,6 @@ from workers.config import EngineConfig, PruneConfig
 from workers.types import DraftCosts, DraftReply, Verdict
 from workers.workspace import max_backlog, max_message_rows
 
-_RATE = 0.02  # of the averages over recent trees
 _LOOK_EVERY = 96  # steps between two lookups while they do not pay
 
 
@@ -69,8 +68,6 @@ class Plan:
     look_ms: float
     is_probe: bool
     """Whether the step drafts although plain decoding is forecast to be faster."""
-    is_idle: bool
-    """Whether drafting is off and no forecast was made."""
 
     def is_drafted(self, request: Request) -> bool:
         """Return whether the request gets a tree from the drafter."""
@@ -101,7 +98,7 @@ class Controller:
     many of some tokens, from the first, a request's grammar allows next.
     """
 
-    def __init__(self, config: EngineConfig, row_costs: RowCosts, count_allowed: CountAllowed = allow_all) -> None:
+    def __init__(self, config: EngineConfig, row_costs: RowCosts, count_allowed: CountAllowed) -> None:
         prune = config.draft.tree.prune if config.draft else PruneConfig()
         self._has_lookup = prune.prompt_lookup
         self._max_rows, self._max_backlog = max_message_rows(config), max_backlog(config)
@@ -111,11 +108,10 @@ class Controller:
         self._calibration = Calibration()
         self._lookup = PromptLookup(count_allowed)
         # Averages over recent trees, optimistic until the first.
-        self._tree = _Average(np.array([2.0, 4.0]))  # tokens gained, nodes verified
-        self._growth = _Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree
+        self._tree = Average(np.array([2.0, 4.0]))  # tokens gained, nodes verified
+        self._growth = Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree
         self._num_trees = 0  # that these averages have seen
         self._num_steps = 0
-        self._had_nodes = False  # a step had draft nodes, and no plain step was measured since
 
     # ---- before a step
 
@@ -134,26 +130,20 @@ class Controller:
         if any(own.num_nodes and r.is_auto for r, own in inputs.items()):
             costs = self._costs.for_drafter(inputs, step, self._calibration.fit_D2)
         has_tree = {r for r, own in inputs.items() if own.num_nodes}
+        lookup_drafts = {r: own for r, own in found.chosen.items() if r not in has_tree} if found else {}
         return Plan(
-            inputs=inputs,
-            costs=costs,
-            lookup_drafts={r: own for r, own in found.chosen.items() if r not in has_tree} if found else {},
-            found=found,
-            look_ms=look_ms,
+            inputs=inputs, costs=costs, lookup_drafts=lookup_drafts, found=found, look_ms=look_ms,
             is_probe=self._gate.is_probe,
-            is_idle=is_idle,
-        )
+        )  # fmt: skip
 
     def _look(self, step: Step) -> tuple[LookupResult | None, float]:
         """Return the lookup drafts of the step's requests and the lookup's milliseconds. Rare while it does not pay."""
-        if not self._has_lookup or not (self._lookup.pays or self._num_steps % _LOOK_EVERY == 0):
-            return None, 0.0
-        able = [request for request in step.decode if request.is_auto and not request.rule.is_sampled]
+        is_due = self._has_lookup and (self._lookup.pays or self._num_steps % _LOOK_EVERY == 0)
+        able = [request for request in step.decode if is_due and request.is_auto and not request.rule.is_sampled]
         if not able:
             return None, 0.0
         began = time.perf_counter()
-        verify_ms = self._costs.verify_ms_of(step)
-        found = self._lookup.look(able, self._draft_depth, len(step.decode), verify_ms)
+        found = self._lookup.look(able, self._draft_depth, len(step.decode), partial(self._costs.verify_ms, step))
         return found, 0.0 if self._costs.is_given else 1e3 * (time.perf_counter() - began)
 
     def _choose(
@@ -162,53 +152,39 @@ class Controller:
         """Return the requests under `auto` that get a tree. others: requests that always get one."""
         ranked = sorted(auto, key=self._rows_per_step)
         pace_K = self._paces(ranked, others, step)
-        advantage = float(pace_K[1:].max() / pace_K[0])
-        is_guess = not self._costs.has_measured_drafting  # a guess switches nothing off and prefers no lookup
-        if is_guess:
-            advantage = max(1.0, advantage)
-        self._gate.weigh(advantage, len(step.decode))
-        if not self._gate.drafts:
+        is_guess = not self._costs.has_measured_drafting  # it switches nothing off and prefers no lookup
+        if not self._gate.weigh(math.inf if is_guess else float(pace_K[1:].max() / pace_K[0]), len(step.decode)):
             return []
-        has_lookup = found.chosen if found else {}
-        if self._gate.is_probe:
-            return [min(auto, key=lambda request: (request in has_lookup, backlog(request)))]  # the cheapest probe
-        best = 1 + int(pace_K[1:].argmax())
-        if found and has_lookup and not is_guess:
-            ranked.sort(key=found.expected_tokens)
-            best = int(self._paces(ranked, others, step, found).argmax())
-        return ranked[:best]
+        if self._gate.is_probe:  # the cheapest one
+            return [min(auto, key=lambda request: (found is not None and request in found.chosen, backlog(request)))]
+        if found is None or is_guess:
+            return ranked[: 1 + int(pace_K[1:].argmax())]
+        ranked.sort(key=found.expected_tokens)
+        return ranked[: int(self._paces(ranked, others, step, found).argmax())]
 
     def _paces(
-        self, ranked: list[Request], others: list[Request], step: Step, found: LookupResult | None = None
+        self, auto: list[Request], others: list[Request], step: Step, found: LookupResult | None = None
     ) -> np.ndarray:
-        """Return the pace [K], up to a factor, if the first 0 .. K - 1 requests get trees.
+        """Return the pace [K], up to a factor, if the first 0 .. K - 1 requests under `auto` get trees.
 
         With `found`, the others get their lookup drafts.
         """
         gain, num_nodes = self._tree.mean
-        gain += self._optimism
+        # A few bad trees tell little: one standard error is added, for a deviation of one token, less the average's.
+        gain += max(0.0, 1 / math.sqrt(1 + self._num_trees) - math.sqrt(RATE))
         num_levels, nodes_run = self._growth.mean
-        count_K = np.arange(len(ranked) + 1)
+        count_K = np.arange(len(auto) + 1)
         trees_K = count_K + len(others)
         nodes_K = sum(r.limits.num_speculative_tokens for r in others if r.limits) + count_K * num_nodes
-        fed_K = np.cumsum([sum(map(self._rows_per_step, others)), *map(self._rows_per_step, ranked)])
+        fed_K = np.cumsum([sum(map(self._rows_per_step, others)), *map(self._rows_per_step, auto)])
         work_K = DraftWork(messages=1, rows_fed=fed_K, levels=num_levels - 1, nodes_run=nodes_run * trees_K)
-        draft_ms_K = self._costs.draft_ms(work_K) * (trees_K > 0)
-        saved_K = trees_K * _saving(gain)
+        draft_ms_K, saved_K = self._costs.drafting.ms(work_K) * (trees_K > 0), trees_K * _saving(gain)
         if found:
-            own = [(_saving(found.expected_tokens(r)), len(found.chosen.get(r, ())), r in found.chosen) for r in ranked]
+            own = [(_saving(found.expected_tokens(r)), len(found.chosen.get(r, ())), r in found.chosen) for r in auto]
             saved_by_lookup_K, copied_K, chains_K = np.cumsum([(0.0, 0, False), *own[::-1]], axis=0)[::-1].T
             saved_K, nodes_K, trees_K = saved_K + saved_by_lookup_K, nodes_K + copied_K, trees_K + chains_K
         verify_ms_K = self._costs.verify_ms(step, nodes_K, trees_K)
         return 1 / ((len(step.decode) - saved_K) * (verify_ms_K + draft_ms_K))
-
-    @property
-    def _optimism(self) -> float:
-        """Return the tokens that are added to the mean gain of a tree, because a few bad trees tell little.
-
-        They are one standard error, for a deviation of one token, less that of the full average.
-        """
-        return max(0.0, 1 / math.sqrt(1 + self._num_trees) - math.sqrt(_RATE))
 
     def _rows_per_step(self, request: Request) -> float:
         """Return the rows fed per step: the tokens gained, and the backlog spread over the remaining steps."""
@@ -228,10 +204,6 @@ class Controller:
 
     # ---- after it
 
-    def catch_up(self) -> None:
-        """Do what learning has left for a moment in which the engine waits."""
-        self._calibration.update()
-
     def observe(self, plan: Plan, outcome: StepOutcome) -> None:
         """Learn from the step's outcome. Takes almost no time without requests under `auto`."""
         step, num_nodes, num_trees = outcome.step, outcome.drafts.num_nodes, outcome.drafts.num_trees
@@ -242,13 +214,10 @@ class Controller:
         if plan.is_probe:
             self._observe_probe(plan, outcome, draft_ms + verify_ms)
         if plan.found is not None:
-            self._observe_lookup(plan, plan.found, outcome, verify_ms)
-        # The first plain step after one with nodes is measured too; otherwise a slow machine would be blamed on nodes.
-        if not plan.is_idle or draft_ms or num_nodes or self._had_nodes or self._gate.is_measured:
-            self._costs.observe_step(step, num_nodes, num_trees, verify_ms)
+            self._observe_lookup(plan, plan.found, outcome)
+        self._costs.observe_step(step, num_nodes, num_trees, verify_ms)
+        if num_nodes:
             self._observe_trees(plan, outcome)
-        # A step with prompts does not update the costs, so the next plain step must.
-        self._had_nodes = num_nodes > 0 or (self._had_nodes and bool(step.prefill))
 
     def _observe_probe(self, plan: Plan, outcome: StepOutcome, ms: float) -> None:
         """Tell the gate what the probe lost: its time minus that of its tokens without it, in plain steps."""
@@ -257,6 +226,19 @@ class Controller:
         plain_steps = num_tokens / len(step.decode) / (plan.found.gain if plan.found else 1.0)
         plain_ms = float(self._costs.verify_ms(step, 0, 0))
         self._gate.observe_probe((ms - self._costs.prefill_ms(step)) / plain_ms - plain_steps)
+
+    def _observe_lookup(self, plan: Plan, found: LookupResult, outcome: StepOutcome) -> None:
+        """Learn how often matches go on, and what the lookup drafts brought, as a share of a plain step."""
+        step, verdicts = outcome.step, dict(zip(outcome.step.decode, outcome.verdicts, strict=False))
+        self._lookup.observe(found, verdicts)
+        num_nodes_2, num_trees_2 = np.array([0, outcome.drafts.num_nodes]), np.array([0, outcome.drafts.num_trees])
+        plain_ms, ms = self._costs.verify_ms(step, num_nodes_2, num_trees_2)
+        if any(map(plan.is_drafted, step.decode)):  # the gain over the trees that were replaced
+            ms, gain = plain_ms, self._tree.mean[0]
+        else:
+            gain = 0.0
+        brought = sum(len(verdicts[request].path) - gain for request in plan.lookup_drafts) / len(step.decode)
+        self._lookup.profit.add(float(brought - (ms - plain_ms + plan.look_ms) / plain_ms))
 
     def _observe_exchange(self, plan: Plan, exchange: Exchange) -> float:
         """Learn from an exchange; return its milliseconds, by the given prices if there are any."""
@@ -277,38 +259,7 @@ class Controller:
         # The weights of sampled trees are expectations under q alone, so they do not calibrate confidence.
         is_shown_B = [is_ours and not r.rule.is_sampled for (r, _, _), is_ours in zip(own, is_ours_B, strict=True)]
         verdicts = outcome.verdicts[: len(outcome.step.decode)]
-        assert plan.costs is not None, "trees under auto have costs"
-        fit_D2 = plan.costs.calibration_D2.numpy().astype(np.float64)
-        self._calibration.learn(outcome.drafts.trees, verdicts, np.array(is_shown_B), fit_D2)
-
-    def _observe_lookup(self, plan: Plan, found: LookupResult, outcome: StepOutcome, verify_ms: float) -> None:
-        step, drafts = outcome.step, outcome.drafts
-        verdicts = dict(zip(step.decode, outcome.verdicts, strict=False))
-        self._lookup.observe(found, verdicts)
-        copied = [request for request, is_copied in zip(step.decode, drafts.copied, strict=True) if is_copied]
-        num_tokens = sum(len(verdict.tokens) for verdict in verdicts.values())
-        if any(map(plan.is_drafted, step.decode)):  # the gain over the trees that were replaced
-            gain = float(self._tree.mean[0])
-            brought = sum(len(verdicts[request].path) - gain for request in copied) / num_tokens
-        elif not step.prefill:  # prompts would blur the cost of a draft's rows
-            plain_ms = float(self._costs.verify_ms(step, 0, 0))
-            if self._gate.is_on:
-                plain_ms /= self._gate.advantage
-            brought = num_tokens / len(step.decode) * plain_ms / verify_ms - 1 if copied else 0.0
-        else:
-            return
-        self._lookup.observe_profit(brought - plan.look_ms / verify_ms)
-
-
-class _Average:
-    """The mean of all values at first, then of recent ones; `first` counts as one value."""
-
-    def __init__(self, first: np.ndarray) -> None:
-        self.mean, self._count = first, 1
-
-    def add(self, value: np.ndarray) -> None:
-        self._count += 1
-        self.mean = self.mean + max(_RATE, 1 / self._count) * (value - self.mean)
+        self._calibration.learn(outcome.drafts.trees, verdicts, np.array(is_shown_B))
 
 
 def _saving(gain: float) -> float:

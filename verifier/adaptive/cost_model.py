@@ -8,8 +8,7 @@ Legend: T table entries, J terms of a cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -61,12 +60,6 @@ class RowCosts(NamedTuple):
             np.concatenate([self.ms(np.array([bucket(n) for n in edges])), self.ms_T[is_beyond_T]]),
         )
 
-    @staticmethod
-    def of(prices: SimulatedCosts) -> RowCosts:
-        """Return the table of a target whose forward takes a fixed time plus a time per row."""
-        rows_T = np.array([1.0, 4096.0])
-        return RowCosts(rows_T, prices.step_ms + rows_T * prices.row_ms)
-
 
 UNPROFILED = RowCosts(np.array([1.0, 1024.0]), np.array([10.0, 60.0]))
 """The costs of an arbitrary machine. Measured steps correct the scale, not the shape."""
@@ -103,23 +96,21 @@ class _VerifyCost:
         self.scale += error / table_ms
 
 
-class _DraftCost:
+class DraftCost:
     """Milliseconds of an exchange with the drafter: `scale` x the guess.
 
     The guess gives the ratios of the terms. The first measurement sets the scale, and later ones move it.
     """
 
-    def __init__(self, guess: DraftWork, *, is_fixed: bool = False) -> None:
-        self._guess, self._scale = guess, 1.0
-        self._is_measured = self._is_fixed = is_fixed
+    def __init__(self, guess: DraftWork) -> None:
+        self._guess, self._scale, self._is_measured = guess, 1.0, False
 
     def ms(self, work: DraftWork) -> _Quantity:
+        """Return the predicted time of an exchange, in milliseconds."""
         return self._scale * sum(map(mul, self._guess, work))
 
     def observe(self, ms: float, work: DraftWork, *, is_probe: bool) -> None:
         """Move the scale to the measurement, at once if a probe is faster: no accident makes a step faster."""
-        if self._is_fixed:
-            return
         estimate = self.ms(work)
         is_believed = not self._is_measured or (is_probe and ms < estimate)
         error = ms - estimate if is_believed else _DRAFT_RATE * _bounded_error(ms, estimate)
@@ -138,24 +129,19 @@ class CostModel:
         self._num_exchanges = 0
         self._verify_cost = _VerifyCost()
         if prices is not None:
-            self._table = RowCosts.of(prices)
-            self._draft_cost = _DraftCost(DraftWork(messages=prices.draft_ms, levels=prices.level_ms), is_fixed=True)
+            rows_T = np.array([1.0, 4096.0])
+            self._table = RowCosts(rows_T, prices.step_ms + rows_T * prices.row_ms)
+            guess = DraftWork(messages=prices.draft_ms, levels=prices.level_ms)
         else:
             self._table = row_costs
             row = float(row_costs.ms(1))
             guess = DraftWork(messages=0.2 * row, rows_fed=0.01 * row, levels=0.1 * row, nodes_run=0.01 * row)
-            self._draft_cost = _DraftCost(guess)
-        # The batch is mostly the same as in the previous step.
-        self._table_up_to = lru_cache(maxsize=2)(lambda rows, more: self._table.ms(rows + np.arange(more + 1)).tolist())
+        self.drafting = DraftCost(guess)
 
     @property
     def has_measured_drafting(self) -> bool:
         """Return whether the cost of drafting has been measured."""
         return self.is_given or self._num_exchanges > _WARM_UP_EXCHANGES
-
-    def draft_ms(self, work: DraftWork) -> np.ndarray:
-        """Return the predicted time of an exchange in milliseconds; quantities may be arrays."""
-        return self._draft_cost.ms(work)
 
     def verify_ms(self, step: Step, num_nodes: np.ndarray | float, num_trees: np.ndarray | float) -> np.ndarray:
         """Return the predicted time of the step without drafting and prompts, in milliseconds; inputs may be arrays.
@@ -166,17 +152,8 @@ class CostModel:
         return self._verify_cost.ms(table_ms, num_trees) - self.prefill_ms(step)
 
     def prefill_ms(self, step: Step) -> float:
-        """Return the predicted time that the step's prompts add."""
-        if not step.prefill:
-            return 0.0
+        """Return the predicted time that the step's prompts add, in milliseconds."""
         return float(self._verify_cost.ms(self._table.ms(_num_rows(step)) - self._table.ms(len(step.decode)), 0))
-
-    def verify_ms_of(self, step: Step) -> Callable[[int, int], float]:
-        """Return `verify_ms` as a fast function of two integers (nodes, trees)."""
-        most = sum(r.limits.num_speculative_tokens for r in step.decode if r.limits)
-        table_ms_N = self._table_up_to(_num_rows(step), most)
-        prefill_ms, cost = self.prefill_ms(step), self._verify_cost
-        return lambda num_nodes, num_trees: cost.ms(table_ms_N[num_nodes], num_trees) - prefill_ms
 
     def for_drafter(self, inputs: Mapping[Request, DraftInput], step: Step, calibration_D2: np.ndarray) -> DraftCosts:
         """Return the costs by which the drafter sizes this step's trees."""
@@ -188,7 +165,7 @@ class CostModel:
         return DraftCosts(
             nodes_T=torch.from_numpy(nodes_T.astype(np.int32)),
             verify_ms_T=torch.from_numpy(self.verify_ms(step, nodes_T, num_trees).astype(np.float32)),
-            draft_ms_3=torch.from_numpy(np.array([self.draft_ms(part) for part in work], dtype=np.float32)),
+            draft_ms_3=torch.from_numpy(np.array([self.drafting.ms(part) for part in work], dtype=np.float32)),
             base_tokens_1=torch.from_numpy(np.array([len(step.decode)], dtype=np.float32)),
             calibration_D2=torch.from_numpy(calibration_D2),
         )
@@ -200,10 +177,10 @@ class CostModel:
         levels = max(reply.num_levels - 1, 0)
         work = DraftWork(messages=1, rows_fed=num_rows(inputs), levels=levels, nodes_run=reply.num_run)
         if self.is_given:
-            return float(self.draft_ms(work))
+            return float(self.drafting.ms(work))
         self._num_exchanges += len(reply.trees.offsets) > 1
         if self.has_measured_drafting:
-            self._draft_cost.observe(ms, work, is_probe=is_probe)
+            self.drafting.observe(ms, work, is_probe=is_probe)
         return ms
 
     def believed_ms(self, step: Step, num_nodes: int, num_trees: int, ms: float) -> float:

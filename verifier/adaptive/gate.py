@@ -13,9 +13,6 @@ _PROBE_SHARE = 0.003  # of the time, lost to probes
 _FIRST_GAP, _LEAST_GAP, _MOST_GAP = 32, 16, 512  # steps before the first probe, and from one to the next
 _PROBE_STEPS = 8
 _MOST_LOST = 3.0  # in a probe, in plain steps
-_WEIGH_EVERY = 64  # steps between two forecasts while drafting is off
-_MEASURE_EVERY = 31  # plain steps between two that are measured while drafting is off; 32 would meet periodic work
-_HYSTERESIS = 1.05
 
 
 class SpeculationGate:
@@ -24,50 +21,40 @@ class SpeculationGate:
     def __init__(self) -> None:
         self.is_on = True
         self.is_probe = False  # this step drafts although plain decoding is forecast to be faster
-        self.advantage = 1.0  # the last forecast: pace with drafts over pace without
         self._gap: float = _FIRST_GAP
         self._probes_left = 0  # steps of this probe
         self._lost = 0.0  # in this probe
         self._waited = 0  # steps since drafting was switched off or a probe began
-        self._since_forecast = 0  # steps since the last forecast
         self._batch = 0  # decoding requests at the last forecast
-
-    @property
-    def drafts(self) -> bool:
-        """Return whether this step drafts."""
-        return self.is_on or self.is_probe
-
-    @property
-    def is_measured(self) -> bool:
-        """Return whether this plain step is measured, to keep the cost of plain steps up to date."""
-        return self._waited % _MEASURE_EVERY == 0
 
     def begin_step(self, num_decoding: int) -> bool:
         """Return True for an idle step: drafting is off and no forecast is due.
 
-        A forecast is due in every step of a probe and after it, after 64 steps, and when the batch has grown or shrunk
-        by more than a quarter.
+        A forecast is due in every step of a probe and after it, and when the batch has grown or shrunk by more than a
+        quarter.
         """
         was_probe, self.is_probe = self.is_probe, False
         is_other_batch = num_decoding > 0 and 4 * abs(num_decoding - self._batch) > self._batch
-        is_due = was_probe or self._probes_left > 0 or is_other_batch or self._since_forecast + 1 >= _WEIGH_EVERY
+        is_due = was_probe or self._probes_left > 0 or is_other_batch
         is_idle = not (self.is_on or self._waited >= self._gap or is_due)
         self._waited += is_idle
-        self._since_forecast += is_idle
         return is_idle
 
-    def weigh(self, advantage: float, num_decoding: int) -> None:
-        """Switch drafting on or off by this forecast, and make a plain step a probe if one is due."""
-        self.advantage, self._batch, self._since_forecast = advantage, num_decoding, 0
-        prefers = advantage * _HYSTERESIS > 1 if self.is_on else advantage > _HYSTERESIS
-        if prefers != self.is_on:
-            self.is_on, self._waited = prefers, 0
+    def weigh(self, advantage: float, num_decoding: int) -> bool:
+        """Switch drafting on or off by this forecast, and make a plain step a probe if one is due.
+
+        advantage: the pace with drafts over the pace without. Return whether this step drafts.
+        """
+        self._batch = num_decoding
+        if (advantage > 1) != self.is_on:
+            self.is_on, self._waited = not self.is_on, 0
         self._waited += 1
         if self.is_on:
             self._probes_left = 0
         elif self._waited > self._gap:
             self._waited, self._probes_left, self._lost = 0, _PROBE_STEPS, 0.0
         self.is_probe = self._probes_left > 0
+        return self.is_on or self.is_probe
 
     def observe_probe(self, loss: float) -> None:
         """Count a step of a probe, and set the gap to the next one. loss: the time that it lost, in plain steps."""

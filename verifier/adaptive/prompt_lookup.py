@@ -12,28 +12,36 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from verifier.request import Request
 from workers.types import Verdict
 
+RATE = 0.02  # of averages, once they have 1 / RATE values
 _LONGEST = 8
 """Longer matches count as matches of this length."""
 _MOST_PLACES = 64
 """The most occurrences compared; it bounds the search in a text that repeats one token."""
 _PRIOR_COUNT = 4  # weight of the prior acceptance of a length, in matches
 _PRIOR_TOKENS = 4.0  # weight of the prior of a request's factor, in tokens
-_RATE = 0.02  # of the averages, after 1 / _RATE matches
 _LEAST_WEIGHT = 0.03  # drafts end where the path's probability falls below
-_PROFIT_RATE, _LEAST_PROFIT = 0.02, 0.01  # below 1 % of a step, a look in every step does not pay
+_LEAST_PROFIT = 0.01  # below 1 % of a step, a look in every step does not pay
 _MARGIN = 1.03  # the required gain: the best drafts are overrated
 
 
-def prior_acceptance(length: int) -> float:
-    """Return the prior probability that a match of `length` tokens continues: 1/3, 1/2, 3/5, ..."""
-    return length / (length + 2)
+class Average:
+    """The mean of all values at first, then of some 50 recent ones, numbers or arrays; `first` counts as `count`."""
+
+    def __init__(self, first: Any, count: int = 1) -> None:
+        self.mean, self._count = first, count
+
+    def add(self, value: Any) -> None:
+        """Take a value into the mean."""
+        self._count += 1
+        self.mean = self.mean + max(RATE, 1 / self._count) * (value - self.mean)
 
 
 class Match(NamedTuple):
@@ -47,8 +55,7 @@ class TokenIndex:
     """The occurrences of each token in one text. Adding a token takes constant time."""
 
     def __init__(self) -> None:
-        self.hits = 0  # draft tokens that the text continued with
-        self.expected = 0.0  # and how many were expected
+        self.hits = self.expected = _PRIOR_TOKENS  # draft tokens that the text continued with; and as estimated
         self._latest: dict[int, int] = {}
         self._earlier = array("i")  # for each place, the previous place of the same token; -1 = none
 
@@ -81,25 +88,6 @@ class TokenIndex:
             latest[token] = place
 
 
-class AcceptanceEstimator:
-    """Estimates the probability that a match of each length continues, as an average over recent matches."""
-
-    def __init__(self) -> None:
-        self._mean_L = [prior_acceptance(length) for length in range(_LONGEST + 1)]
-        self._count_L = [_PRIOR_COUNT] * (_LONGEST + 1)
-
-    def of(self, length: int) -> float:
-        """Return the estimate for matches of `length` tokens."""
-        return self._mean_L[min(length, _LONGEST)]
-
-    def observe(self, length: int, goes_on: bool) -> None:
-        """Record whether a match of `length` tokens continued."""
-        length = min(length, _LONGEST)
-        self._count_L[length] += 1
-        rate = max(_RATE, 1 / self._count_L[length])
-        self._mean_L[length] += rate * (goes_on - self._mean_L[length])
-
-
 @dataclass(frozen=True, slots=True)
 class LookupDraft:
     """A candidate draft: its tokens, and the probability of each but the last that the path is accepted up to it."""
@@ -110,32 +98,24 @@ class LookupDraft:
     weights: list[float]  # non-increasing
 
 
-class DraftLengths(NamedTuple):
-    """The number of tokens of each draft to verify, and the factor by which tokens per millisecond rise."""
+def choose(
+    drafts: Sequence[LookupDraft], base_tokens: float, ms_of: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> tuple[list[int], float]:
+    """Return the number of tokens of each draft to verify, and the factor by which tokens per millisecond rise.
 
-    counts: list[int]
-    gain: float
-
-
-def choose(drafts: Sequence[LookupDraft], base_tokens: float, ms_of: Callable[[int, int], float]) -> DraftLengths:
-    """Return the lengths of the drafts that maximise tokens per millisecond.
-
-    base_tokens: tokens of the step without drafts. ms_of(nodes, trees): its time with that many draft nodes and chains.
+    base_tokens: tokens of the step without drafts. ms_of(nodes, trees): its time with that many draft nodes and chains,
+    for arrays of both.
     """
+    weight_N = np.concatenate([draft.weights for draft in drafts])
+    owner_N = np.repeat(np.arange(len(drafts)), [len(draft.weights) for draft in drafts])
     # The sort is stable and weights never rise along a chain, so its nodes stay in order.
-    ranked = sorted(((w, i) for i, draft in enumerate(drafts) for w in draft.weights), key=itemgetter(0), reverse=True)
-    plain_rate = base_tokens / ms_of(0, 0)
-    rate, best, num_trees, counts = _MARGIN * plain_rate, 0, 0, [0] * len(drafts)
-    tokens = base_tokens
-    for num_nodes, (weight, owner) in enumerate(ranked, 1):
-        tokens += weight
-        num_trees += not counts[owner]
-        counts[owner] += 1
-        if (more := tokens / ms_of(num_nodes, num_trees)) > rate:
-            best, rate = num_nodes, more
-    for _, owner in ranked[best:]:
-        counts[owner] -= 1
-    return DraftLengths(counts, rate / plain_rate if best else 1.0)
+    order_N = np.argsort(-weight_N, kind="stable")
+    is_first_N = np.diff(owner_N, prepend=-1)[order_N] != 0
+    nodes_N, trees_N = np.arange(len(order_N) + 1), np.concatenate([[0], np.cumsum(is_first_N)])
+    rate_N = (base_tokens + np.concatenate([[0.0], np.cumsum(weight_N[order_N])])) / ms_of(nodes_N, trees_N)
+    best = int(np.where(nodes_N, rate_N / _MARGIN, rate_N).argmax())
+    counts = np.bincount(owner_N[order_N[:best]], minlength=len(drafts)).tolist()
+    return counts, float(rate_N[best] / rate_N[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,34 +136,30 @@ CountAllowed = Callable[[Request, list[int]], int]
 """Returns how many of some tokens, from the first, a request's grammar allows next."""
 
 
-def allow_all(request: Request, tokens: list[int]) -> int:
-    """Return the number of tokens: without a grammar, all are allowed."""
-    return len(tokens)
-
-
 class PromptLookup:
     """Finds lookup drafts, and learns how often matches continue and whether lookups pay.
 
     A draft ends before the first token that the request's grammar forbids.
     """
 
-    def __init__(self, count_allowed: CountAllowed = allow_all) -> None:
+    def __init__(self, count_allowed: CountAllowed) -> None:
         self._count_allowed = count_allowed
-        self._acceptance = AcceptanceEstimator()
-        self._profit = 0.1  # of a lookup, as a share of the step: recent mean, optimistic at first
+        # How often matches of each length continue: at first 0, 1/3, 1/2, 3/5, ...
+        self._chance_L = [Average(length / (length + 2), _PRIOR_COUNT) for length in range(_LONGEST + 1)]
+        self.profit = Average(0.1, round(1 / RATE))  # of a lookup, as a share of the step: optimistic at first
         self._index: WeakKeyDictionary[Request, TokenIndex] = WeakKeyDictionary()
 
     @property
     def pays(self) -> bool:
         """Return whether recent lookups were worth their time."""
-        return self._profit >= _LEAST_PROFIT
+        return self.profit.mean >= _LEAST_PROFIT
 
     def look(
         self,
         requests: Sequence[Request],
         depth_of: Callable[[Request], int],
         base_tokens: float,
-        ms_of: Callable[[int, int], float],
+        ms_of: Callable[[np.ndarray, np.ndarray], np.ndarray],
     ) -> LookupResult:
         """Find and choose drafts. depth_of: the longest draft of a request. base_tokens, ms_of: see `choose`."""
         candidates = {}
@@ -210,16 +186,15 @@ class PromptLookup:
             for length, (copied, token) in enumerate(
                 zip(draft.tokens, verdicts[request].tokens, strict=False), draft.length
             ):
-                goes_on = copied == token
-                draft.index.expected += self._acceptance.of(length)
+                chance, goes_on = self._chance(length), copied == token
+                draft.index.expected += chance.mean
                 draft.index.hits += goes_on
-                self._acceptance.observe(length, goes_on)
+                chance.add(goes_on)
                 if not goes_on:
                     break
 
-    def observe_profit(self, profit: float) -> None:
-        """Record the gain of a lookup minus its time, as a share of the step."""
-        self._profit += _PROFIT_RATE * (profit - self._profit)
+    def _chance(self, length: int) -> Average:
+        return self._chance_L[min(length, _LONGEST)]
 
     def _draft(self, request: Request, most: int) -> LookupDraft | None:
         """Return a draft of at most `most` tokens within the request's thresholds; None without a match."""
@@ -230,13 +205,10 @@ class PromptLookup:
         period = text[match.place : match.place + most + 1]
         tokens = (period * -(-(most + 1) // len(period)))[: most + 1]
         tokens = tokens[: self._count_allowed(request, tokens)]
-        if not tokens:
-            return None
-        factor = (_PRIOR_TOKENS + index.hits) / (_PRIOR_TOKENS + index.expected)
         weights: list[float] = []
         weight = 1.0
         for length in range(match.length, match.length + min(most, len(tokens))):
-            chance = min(1.0, factor * self._acceptance.of(length))
+            chance = min(1.0, index.hits / index.expected * self._chance(length).mean)
             if weight * chance < _LEAST_WEIGHT or chance < limits.min_prob or weight < limits.path_prob:
                 break
             weight *= chance

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from verifier.adaptive.cost_model import DraftWork, RowCosts, _DraftCost, _VerifyCost
+from verifier.adaptive.cost_model import DraftCost, DraftWork, RowCosts, _VerifyCost
 
 
 def test_beyond_its_last_entry_the_table_goes_on_as_steep():
@@ -14,7 +14,7 @@ def test_beyond_its_last_entry_the_table_goes_on_as_steep():
 
 
 def test_drafting_costs_are_followed_through_noise_and_hiccups():
-    rng, cost = np.random.default_rng(0), _DraftCost(DraftWork(messages=2.0, rows_fed=0.1, levels=1.0, nodes_run=0.1))
+    rng, cost = np.random.default_rng(0), DraftCost(DraftWork(messages=2.0, rows_fed=0.1, levels=1.0, nodes_run=0.1))
     true = DraftWork(messages=3.0, rows_fed=0.15, levels=1.5, nodes_run=0.15)
     errors = []
     for step in range(800):
@@ -28,7 +28,7 @@ def test_drafting_costs_are_followed_through_noise_and_hiccups():
 
 
 def test_the_first_measurement_sets_the_scale_of_guesses():
-    cost = _DraftCost(DraftWork(messages=1.0, levels=2.0))
+    cost = DraftCost(DraftWork(messages=1.0, levels=2.0))
     cost.observe(50.0, DraftWork(messages=1, levels=2), is_probe=False)
     assert float(cost.ms(DraftWork(messages=1, levels=2))) == pytest.approx(50.0)
     assert float(cost.ms(DraftWork(messages=1))) == pytest.approx(10.0)
@@ -36,7 +36,7 @@ def test_the_first_measurement_sets_the_scale_of_guesses():
 
 @pytest.mark.parametrize(("is_probe", "expected"), [(False, 9.0), (True, 5.0)])
 def test_a_probe_that_is_faster_is_believed(is_probe, expected):
-    cost, work = _DraftCost(DraftWork(messages=1.0)), DraftWork(messages=1)
+    cost, work = DraftCost(DraftWork(messages=1.0)), DraftWork(messages=1)
     cost.observe(10.0, work, is_probe=False)
     cost.observe(5.0, work, is_probe=is_probe)
     assert float(cost.ms(work)) == pytest.approx(expected)
@@ -44,16 +44,10 @@ def test_a_probe_that_is_faster_is_believed(is_probe, expected):
 
 @pytest.mark.parametrize("is_probe", [False, True])
 def test_a_slow_exchange_moves_the_drafting_cost_by_a_tenth(is_probe):
-    cost, work = _DraftCost(DraftWork(messages=1.0)), DraftWork(messages=1)
+    cost, work = DraftCost(DraftWork(messages=1.0)), DraftWork(messages=1)
     cost.observe(10.0, work, is_probe=False)
     cost.observe(1e6, work, is_probe=is_probe)
     assert float(cost.ms(work)) == pytest.approx(11.0)
-
-
-def test_given_prices_stay():
-    cost = _DraftCost(DraftWork(messages=1.0, levels=2.0), is_fixed=True)
-    cost.observe(50.0, DraftWork(messages=1, levels=2), is_probe=False)
-    assert float(cost.ms(DraftWork(messages=1, levels=2))) == 5.0
 
 
 def test_what_a_tree_adds_is_not_blamed_on_plain_steps_nor_forgotten_over_them():

@@ -10,18 +10,12 @@ import torch
 
 from tests.support.clockwork import ClockCosts, bench
 from verifier.adaptive import profile as profiling
-from verifier.adaptive.cost_model import RowCosts
 from verifier.adaptive.profile import profile
 
 torch.set_num_threads(1)
 
 
 SMALL: Any = SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=4, tree_rows=17)
-
-
-def test_beyond_its_last_entry_the_table_goes_on_as_steep():
-    table = RowCosts(np.array([1.0, 2.0, 4.0, 8.0]), np.array([5.0, 5.0, 6.0, 10.0]))
-    assert table.ms(np.array([1, 3, 8, 16])).tolist() == [5.0, 5.5, 10.0, 18.0]
 
 
 def test_start_up_times_the_target_on_a_few_sizes():
@@ -41,7 +35,7 @@ def test_a_slow_target_on_a_busy_machine_is_timed_well_beyond_a_tree(monkeypatch
         calls.append(num_rows)
         return (1000 + 10 * num_rows) * (2 if 5 < len(calls) < 25 else 1)
 
-    monkeypatch.setattr(profiling, "_timed", took)
+    monkeypatch.setattr(profiling, "timed_forward", took)
     table = profile(SimpleNamespace(graphs=None), SMALL, 9)  # type: ignore[arg-type]
     assert table.rows_T.tolist() == [1, 2, 3, 4, 6, 9, 13, 19, 28]
     assert table.ms_T.tolist() == [1000 + 10 * rows for rows in table.rows_T]
