@@ -304,6 +304,7 @@ class EngineSettings(Settings):
             SERVING,
             metavar="FORMAT",
             default="",
+            vllm_values=dict.fromkeys(("deepseek_r1", "qwen3", "glm45"), "think"),
             vllm_names=("reasoning-config", "enable-reasoning"),
         ),
     ] = "auto"

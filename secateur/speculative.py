@@ -8,11 +8,20 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from secateur.errors import ConfigError, Problem
-from secateur.schema import Strict, normalise_keys
+from secateur.schema import Strict, did_you_mean, normalise_keys
 from secateur.settings import TREE_RULES, WEIGHTS, Acceptance, Probability, SpeculativeSettings, TreePrune
 from secateur.token_tree import MAX_NODES, Path, parse_token_tree
 from secateur.vllm_names import SPECULATIVE_ADVICE
 
+_METHODS_OF_VLLM = {
+    **dict.fromkeys(
+        ("dflash", "dspark", "p_eagle", "peagle"),
+        "heads that draft a block in one pass are not read yet; write 'eagle3' with an EAGLE-3 head",
+    ),
+    **dict.fromkeys(("medusa", "mlp_speculator"), "write 'eagle3' with an EAGLE-3 head, or 'draft_model'"),
+    "suffix": "write 'ngram', which drafts from the prompt and the answer",
+    "ngram_gpu": "write 'ngram'",
+}
 OFF_WITH_THRESHOLDS = "'off' contradicts the thresholds; write 'thresholds' or remove them"
 # These settings apply only with draft probabilities.
 USES_DRAFT_PROBS = ("draft_sample_method", "rejection_method", "draft_probs_min_temperature")
@@ -55,6 +64,8 @@ class SpeculativeConfig(SpeculativeSettings, Strict):
             method = infer_method(model)
         elif isinstance(method, str):
             method = _canonical_method(method)
+            if method not in WEIGHTS:
+                raise ConfigError(Problem("method", _unknown_method(method)))
         data["method"] = method
         if (method == "ngram" and _is_ngram(model)) or (method == "mtp" and _is_mtp(model)):
             del data["model"]
@@ -242,6 +253,13 @@ def _canonical_method(method: str) -> str:
         warnings.warn(f"method {method!r} is deprecated; write 'mtp'", DeprecationWarning, stacklevel=2)
         return "mtp"
     return method
+
+
+def _unknown_method(method: str) -> str:
+    """Return what to write instead of a method that there is not, many of which vLLM has."""
+    if method in _METHODS_OF_VLLM:
+        return f"{method!r} is a method of vLLM that Secateur does not have: {_METHODS_OF_VLLM[method]}"
+    return f"there is no method {method!r}{did_you_mean(method, WEIGHTS)}"
 
 
 def _is_ngram(name: object) -> bool:

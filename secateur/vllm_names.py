@@ -108,6 +108,12 @@ SPECULATIVE_ADVICE: dict[str, str] = {
     "use_local_argmax_reduction": NOTHING,
 }
 """The same for keys of vLLM's speculative configuration."""
+NEEDLESS = frozenset(
+    "--enable-chunked-prefill --enable-auto-tool-choice --exclude-tools-when-tool-choice-none "
+    "--enable-prompt-tokens-details --enable-server-load-tracking --enable-request-id-headers --disable-log-requests "
+    "--disable-uvicorn-access-log".split()
+)
+"""Flags of vLLM that ask for what is so in any case: on a command line they get a warning."""
 _FAMILIES = {"enable-lora": _LORA, "lora-": _LORA, "mm-": _MULTIMODAL}
 """Settings by the beginning of their name."""
 SHORT_NAMES = {

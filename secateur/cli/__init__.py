@@ -29,6 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 for command in (serve, plan, complete, chat, top, completion):
     app.command(cls=Command)(command)

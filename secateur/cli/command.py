@@ -3,12 +3,13 @@
 - `--nodes 4 8` is `--nodes 4 --nodes 8`; behind the model, words are repeated like that, too.
 - `--max_model_len` is `--max-model-len`; `--model X` is X where the model is an argument.
 - `--speculative-config.num_speculative_tokens 3` sets one key of a JSON option; `key+ value` appends to a list.
-- An unknown option names the nearest known one, or what replaces an option of vLLM.
+- Unknown options are all named in one error, with the nearest known one, or what replaces an option of vLLM.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections import deque
 from typing import Any
 
@@ -16,7 +17,7 @@ from typer.core import TyperCommand
 
 from secateur.errors import SecateurError
 from secateur.flags import SPECULATIVE_KEYS
-from secateur.vllm_names import SHORT_NAMES, advice_about
+from secateur.vllm_names import NEEDLESS, SHORT_NAMES, advice_about
 
 GROUPS = ("Arguments", "Options", "Sampling", "Model", "Speculation", "Limits", "Serving")
 """The order of the sections of --help."""
@@ -55,6 +56,7 @@ class _Rewriter:
         self._options = {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
         self._takes_model = any(param.name == "model" and param.param_type_name == "argument" for param in params)
         self._json: dict[str, Any] = {}
+        self._problems: list[str] = []  # with options that there are not
 
     def rewritten(self, args: list[str]) -> list[str]:
         found: list[str] = []
@@ -82,13 +84,15 @@ class _Rewriter:
                 has_model = True
                 found.append(value if equals else self._next(rest, arg))
             elif (option := self._options.get(name)) is None:
-                self._refuse_unknown(name)
-                found.append(arg)  # several short options in one, for the parser to judge
+                if not self._is_foreign(name):
+                    found.append(arg)  # several short options in one, for the parser to judge
             else:
                 found.append(name + equals + value)
                 if not (equals or option.is_flag) and rest:
                     found.append(rest.popleft())
                 repeatable = name if option.multiple else ""
+        if self._problems:
+            self._ctx.fail("\n".join(self._problems))
         return found + ([SPECULATIVE_KEYS, json.dumps(self._json)] if self._json else [])
 
     def _next(self, rest: deque[str], arg: str) -> str:
@@ -100,8 +104,9 @@ class _Rewriter:
         """Set one key of a JSON option."""
         option = self._options.get(name)
         if option is None or _JSON_OPTION not in option.opts:
-            self._refuse_unknown(name)
-            self._ctx.fail(f"{name}.{path}: {name} holds no keys; only {_JSON_OPTION} does.")
+            if option is not None or not self._is_foreign(name):
+                self._problems.append(f"{name}.{path}: {name} holds no keys; only {_JSON_OPTION} does.")
+            return
         value, key = _parsed(text), path.removesuffix("+").replace("-", "_")
         if path.endswith("+"):
             value = self._json.get(key, []) + text.split(",")
@@ -109,16 +114,25 @@ class _Rewriter:
             self._ctx.fail(f"{name}.{path} is given twice, as {self._json[key]!r} and {value!r}; keep one.")
         self._json[key] = value
 
-    def _refuse_unknown(self, name: str) -> None:
+    def _is_foreign(self, name: str) -> bool:
+        """Return whether an option is none of ours, and remember what to write instead.
+
+        What a flag of vLLM switches on may be so in any case: then a warning is enough.
+        """
         if name in self._options or not (name.startswith("--") or name[:2] == "-O" or name in SHORT_NAMES):
-            return
+            return False
         if advice := advice_about(name):
-            self._ctx.fail(f"{name} is an option of vLLM that Secateur does not have: {advice}.")
+            if name in NEEDLESS:
+                warnings.warn(f"{name}: {advice}", stacklevel=2)
+            else:
+                self._problems.append(f"{name} is an option of vLLM that Secateur does not have: {advice}.")
+            return True
         from difflib import get_close_matches  # only where something is wrong
 
         known = sorted(option for option in self._options if option.startswith("--"))
         near = get_close_matches(name, known, n=1)
-        self._ctx.fail(f"No such option: {name}" + (f" (did you mean {near[0]}?)" if near else ""))
+        self._problems.append(f"No such option: {name}" + (f" (did you mean {near[0]}?)" if near else ""))
+        return True
 
 
 def _spelt(name: str) -> str:

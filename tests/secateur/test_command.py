@@ -37,6 +37,29 @@ def serve(served, *args: str) -> config.EngineArgs:
     return served.pop()
 
 
+def test_every_option_that_there_is_not_is_named_in_one_error(served, capsys):
+    foreign = ["--trust-remote-code", "--block-size", "16", "--rope-theta=1", "--max-model-lem", "5", "--zzz.a", "1"]
+    assert cli.main(["serve", *foreign]) == 2 and not served
+    told = capsys.readouterr().err
+    for name in ("--trust-remote-code is", "--block-size is", "--rope-theta is", "--max-model-lem (did", "--zzz"):
+        assert name in told
+
+
+@pytest.mark.filterwarnings("default")
+def test_flags_that_ask_for_what_is_so_in_any_case_are_left_out_with_a_warning(served, capsys):
+    spelt = ["org/model", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--disable-log-requests"]
+    args = serve(served, *spelt, "--reasoning-parser", "qwen3")
+    assert (args.model, args.tool_call_parser, args.reasoning_parser) == ("org/model", "hermes", "think")
+    told = capsys.readouterr().err
+    assert "warning: --enable-auto-tool-choice: it is always so" in told and "--disable-log-requests: requests" in told
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["complete"], ["batch", "run"], ["bench", "step"]])
+def test_help_has_a_short_name(command, capsys):
+    assert cli.main([*command, "-h"]) == 0
+    assert "Usage: secateur" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "spelt",
     [

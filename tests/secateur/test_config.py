@@ -154,7 +154,12 @@ def test_mtp_takes_no_model_but_the_target():
 
 def test_an_unknown_method_is_refused_with_the_valid_ones():
     text = refusal(SpeculativeConfig, method="medusa", model="x")
-    assert text.startswith("method: must be 'ngram', 'draft_model', 'eagle', 'eagle3' or 'mtp' (got 'medusa')")
+    assert text.startswith("method: 'medusa' is a method of vLLM that Secateur does not have: write 'eagle3' with an")
+
+
+def test_a_misspelt_method_names_the_nearest_one():
+    text = refusal(SpeculativeConfig, method="eagel3", model="x")
+    assert text == "method: there is no method 'eagel3' (did you mean 'eagle3'?)"
 
 
 def test_draft_sample_method_follows_the_schema():
