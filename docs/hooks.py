@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import sizing  # of this folder, which mkdocs makes importable
 import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -51,6 +52,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/vllm.md": vllm(),
         "reference/metrics.md": metrics(),
         "reference/models.md": models(),
+        "reference/sizing.md": sizing.page(),
     }
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))

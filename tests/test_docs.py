@@ -214,6 +214,20 @@ def test_a_command_is_read_over_several_lines() -> None:
 # Numbers and pictures
 
 
+def test_the_table_of_sizes_is_the_planner_s_and_agrees_with_the_kubernetes_guide() -> None:
+    spec = importlib.util.spec_from_file_location("sizing", ROOT / "docs" / "sizing.py")
+    assert spec is not None and spec.loader is not None
+    sizing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sizing)
+    found = {size[:2] + size[3:4]: size for size in sizing.sizes()}
+    assert found["Llama-3.1-8B", "h100", "colocated"].tensor_parallel_size == 1
+    large = found["Llama-3.3-70B", "h100", "dedicated"]
+    row = rf"Llama-3.3-70B | {large.tensor_parallel_size} | dedicated | {large.num_gpus} |"
+    assert row in text_of("docs/guides/kubernetes.md")
+    assert ("Llama-3.3-70B", "l4", "dedicated") not in found, "it does not fit on eight"
+    assert found["Qwen3-8B", "h200", "dedicated"].tokens >= 64 * sizing.CONTEXT
+
+
 def text_of(name: str) -> str:
     return " ".join((ROOT / name).read_text(encoding="utf-8").split())
 
