@@ -276,7 +276,7 @@ def test_preempted_requests_go_on_where_they_were(method: str, temperature: floa
     with running(DYNAMIC, method, max_num_seqs=5, max_num_batched_tokens=160) as here:
         chunks = answers(here, asked, preempt_every=2)
         assert tokens_of(chunks) == truth(temperature)
-        assert here.engine._stats.num_preemptions > 5
+        assert here.engine._stats.num_preemptions >= 5
         assert here.engine._target.grammars is not None and not here.engine._target.grammars._matchers
 
 
