@@ -368,7 +368,7 @@ def _chains(num_requests: int, num_nodes: int) -> Tensor:
     """Return what a tree graph does for chains of 8 nodes."""
     row = torch.arange(1 + num_nodes, dtype=torch.float64)
     fields = torch.stack([row, (row - 1).clamp(min=0), row, (row < 9) * 0.8**row, 0.8**row])
-    return fields.flatten().repeat(num_requests, 1)
+    return fields.repeat(num_requests, 1, 1)
 
 
 # ---- buckets
