@@ -5,6 +5,7 @@ import importlib.util
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ import pytest
 # Without a GPU Triton's kernels run in its interpreter. Triton reads this at its first import.
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# torch's cache of compiled code does not tell one instruction set from another: code for AVX-512 that is read by a
+# process which is to use AVX2 computes half of its elements.
+if instructions := os.environ.get("ATEN_CPU_CAPABILITY"):
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{instructions}")
 if importlib.util.find_spec("hypothesis"):  # no test of tests/gpu needs it
     from hypothesis import Phase, settings
 
