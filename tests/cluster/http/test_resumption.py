@@ -17,7 +17,7 @@ from cluster.errors import BadRequest, HttpError
 from cluster.openai import events
 from cluster.openai.output_processor import Generation
 from cluster.openai.request_params import SeedSource
-from cluster.openai.resumption import EventId, Origin, Place, Replay, split
+from cluster.openai.resumption import EventId, EventIds, Origin, Place, Replay, split
 from cluster.text.answer_reader import AnswerReader
 from cluster.text.reasoning import ReasoningReader
 from cluster.text.tokenizer import Tokenizer
@@ -308,6 +308,8 @@ def test_a_stream_that_does_not_repeat_has_no_ids(http: httpx2.Client, asked: di
     own_id = id.replace(id.split(":")[1], server_digest(http, body))
     code, message = refused(http, COMPLETIONS, {**body, "stream": True}, own_id)
     assert code == "not_resumable" and why in message
+    told = http.post(COMPLETIONS, json={**body, "stream": True}, headers={"Last-Event-ID": own_id})
+    assert told.json()["error"]["param"] in asked
 
 
 def server_digest(http: httpx2.Client, body: dict[str, Any]) -> str:
@@ -348,6 +350,7 @@ def test_another_answer_is_an_error_and_not_spliced(own: Callable[..., FakeServi
     told = json.loads(error.data)["error"]
     assert (told["code"], told["type"]) == ("answer_changed", "conflict_error")
     assert "its first 3 tokens are not those" in told["message"] and done.data == "[DONE]"
+    assert told["message"].endswith("Send the request without Last-Event-ID")
 
 
 # ---- parts
@@ -379,6 +382,19 @@ def test_a_chunk_is_split_with_what_belongs_to_its_tokens() -> None:
     first, rest = split(chunk, 1)
     assert (first.tokens, first.num_accepted, first.finish_reason, len(first.logprobs or ())) == ([5], 1, None, 1)
     assert (rest.tokens, rest.num_accepted, rest.finish_reason, len(rest.logprobs or ())) == ([6, 7], 1, "stop", 2)
+    assert split(chunk, 3)[1].num_accepted == 0
+
+
+def test_a_stream_is_over_when_every_choice_has_ended_and_the_totals_are_sent() -> None:
+    origin = Origin(digest="d", created=1, response_id="cmpl-1", seeds=(7,), request_id="r")
+    ids = EventIds(origin, 2)
+    for index, is_finished in ((0, True), (1, False), (1, True)):
+        assert not ids.is_over(has_totals=False)
+        ids.process(index, [5], is_finished=is_finished)
+        ids.sent(index)
+    assert ids.is_over(has_totals=False) and not ids.is_over(has_totals=True)
+    ids.closed()
+    assert ids.is_over(has_totals=True)
 
 
 @pytest.mark.parametrize(
