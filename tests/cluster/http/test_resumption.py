@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import httpx2
@@ -383,6 +384,21 @@ def test_a_chunk_is_split_with_what_belongs_to_its_tokens() -> None:
     assert (first.tokens, first.num_accepted, first.finish_reason, len(first.logprobs or ())) == ([5], 1, None, 1)
     assert (rest.tokens, rest.num_accepted, rest.finish_reason, len(rest.logprobs or ())) == ([6, 7], 1, "stop", 2)
     assert split(chunk, 3)[1].num_accepted == 0
+
+
+def test_the_end_of_an_answer_is_told_to_a_reader_who_has_all_its_tokens() -> None:
+    """The engine may tell the last token and the end in one step, where it told them in two before."""
+
+    def process(chunk: TokenChunk) -> SimpleNamespace:
+        return SimpleNamespace(token_ids=chunk.tokens, finish_reason=chunk.finish_reason, is_replayed=False)
+
+    chunk = TokenChunk(id=1, tokens=[5, 6], num_accepted=0, finish_reason="stop")
+    generation: Any = SimpleNamespace(process=process)
+    told = [
+        (delta.token_ids, delta.finish_reason, delta.is_replayed)
+        for delta in Replay(Place().after([5, 6])).deltas(chunk, generation)
+    ]
+    assert told == [([5, 6], None, True), ([], "stop", False)]
 
 
 def test_a_stream_is_over_when_every_choice_has_ended_and_the_totals_are_sent() -> None:
