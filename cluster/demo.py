@@ -41,7 +41,7 @@ REPETITIONS = 3
 END_TIMEOUT_S = 15.0
 
 
-class Run(NamedTuple):
+class TimedAnswer(NamedTuple):
     """One answer to one question."""
 
     text: str
@@ -101,7 +101,7 @@ def _stream(client: Client, question: str) -> None:
 
 def _compare(client: Client, questions: Sequence[str]) -> bool:
     """Print the speed with each setting; return whether all of them gave the same greedy texts."""
-    runs: dict[str, list[list[Run]]] = {way: [[] for _ in questions] for way in WAYS}
+    runs: dict[str, list[list[TimedAnswer]]] = {way: [[] for _ in questions] for way in WAYS}
     for _ in range(REPETITIONS):
         for index, question in enumerate(questions):  # interleaved, so that a slower machine slows all settings alike
             for way, speculative in WAYS.items():
@@ -119,7 +119,7 @@ def _compare(client: Client, questions: Sequence[str]) -> bool:
     return same
 
 
-def _run(client: Client, question: str, speculative: dict[str, Any]) -> Run:
+def _run(client: Client, question: str, speculative: dict[str, Any]) -> TimedAnswer:
     began = time.perf_counter()
     answer = client.chat(
         question,
@@ -132,10 +132,10 @@ def _run(client: Client, question: str, speculative: dict[str, Any]) -> Run:
     seconds = time.perf_counter() - began
     usage, stats = answer.usage, answer.speculative
     assert usage is not None and stats is not None
-    return Run(answer.text, usage.completion_tokens, seconds, stats.acceptance_length, stats.num_verified)
+    return TimedAnswer(answer.text, usage.completion_tokens, seconds, stats.acceptance_length, stats.num_verified)
 
 
-def _median_speed(runs: list[list[Run]]) -> float:
+def _median_speed(runs: list[list[TimedAnswer]]) -> float:
     return statistics.median(run.num_tokens / run.seconds for per_question in runs for run in per_question)
 
 

@@ -39,7 +39,7 @@ MODELS = {
 """Shapes as their config.json have them. The head of each is an EAGLE-3 layer of the same width."""
 
 
-class Size(NamedTuple):
+class Fit(NamedTuple):
     """An engine that fits. tokens: in the KV cache."""
 
     model: str
@@ -54,7 +54,7 @@ class Size(NamedTuple):
         return self.tensor_parallel_size + (self.placement == "dedicated")
 
 
-def sizes() -> Iterator[Size]:
+def sizes() -> Iterator[Fit]:
     """Yield the smallest engine of each model, GPU and placement, up to eight verifier ranks."""
     with tempfile.TemporaryDirectory() as folder:
         for model, shape in MODELS.items():
@@ -72,7 +72,7 @@ def sizes() -> Iterator[Size]:
                         yield found
 
 
-def _smallest(model: str, target: Path, head: Path, gpu: str, placement: str) -> Size | None:
+def _smallest(model: str, target: Path, head: Path, gpu: str, placement: str) -> Fit | None:
     request = PlanRequest(hardware=HARDWARE[gpu], batches=(1,), context=512)
     for ranks in (1, 2, 4, 8):
         spec = {"method": "eagle3", "model": str(head), "draft_placement": placement}
@@ -81,7 +81,7 @@ def _smallest(model: str, target: Path, head: Path, gpu: str, placement: str) ->
             found = json.loads(run(EngineArgs.load(settings | {"speculative_config": spec}), request, as_json=True))
         except ConfigError:  # one request does not fit
             continue
-        return Size(model, gpu, ranks, placement, 16 * found["kv_pages"])
+        return Fit(model, gpu, ranks, placement, 16 * found["kv_pages"])
     return None
 
 

@@ -266,7 +266,7 @@ class SamplingOptions(Body):
 
 
 class GenerationOptions(SamplingOptions):
-    """What completions, chats and `secateur.LLM` share, and responses do not have."""
+    """Fields that completions, chats and `secateur.LLM` share, and responses do not have."""
 
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = 1
     """Answers per prompt."""

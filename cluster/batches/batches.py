@@ -49,7 +49,7 @@ class LineAnswer(NamedTuple):
     """A line of the output file, or of the error file, without its end."""
 
     number: int
-    """Of the line in the input."""
+    """The line's number in the input, from 1."""
     text: str
     is_error: bool
 

@@ -25,7 +25,7 @@ class LineRequest(NamedTuple):
     """A line that holds a request."""
 
     number: int
-    """Of the line, from 1."""
+    """The line's number, from 1."""
     custom_id: str
     body: dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""What the routes of /v1/files and /v1/batches share: a folder, its database, and this replica's runner.
+"""Holds what the routes of /v1/files and /v1/batches share: a folder, its database, and this replica's runner.
 
 An `owner` is what identifies an API key; None sees everything, and is what services without keys pass.
 """

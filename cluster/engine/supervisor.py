@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class RankHost(Protocol):
-    """Where the ranks of an engine run. Its methods are called in one event loop, but `close` in any thread."""
+    """Runs the ranks of an engine. Its methods are called in one event loop, but `close` in any thread."""
 
     address: str
     """Address of this machine at which ranks reach this process."""

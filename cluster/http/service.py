@@ -70,11 +70,11 @@ class RequestHead:
     idempotency_key: str | None = None
     """Requests with the same key and without a seed get the same seed."""
     digest: str = ""
-    """Of a request whose stream may go on later, see `resumption.digest_of`."""
+    """The digest of a request whose stream may go on later, see `resumption.digest_of`."""
     resumed: EventId | None = None
     """Where the stream goes on; None = it is new."""
     caller: Caller | None = None
-    """Whose API key it has; None = the service needs no keys."""
+    """The owner of its API key; None = the service needs no keys."""
     trace: Trace | None = None
 
     def wait_s(self, body: SamplingRequest) -> float | None:

@@ -77,7 +77,7 @@ def text_size(value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What becomes a chat's prompt.
+    """Holds what becomes a chat's prompt.
 
     Example: Conversation([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
     """
