@@ -46,8 +46,12 @@ async def connect(url: str, body: Body, *, buffer_bytes: int | None = None) -> t
     if buffer_bytes is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
     sock.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(sock, (parts.hostname, parts.port))
-    reader, writer = await asyncio.open_connection(sock=sock, limit=buffer_bytes or HURRY_B)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, (parts.hostname, parts.port))
+        reader, writer = await asyncio.open_connection(sock=sock, limit=buffer_bytes or HURRY_B)
+    except BaseException:  # a client may leave before it is connected
+        sock.close()
+        raise
     content = json.dumps(body).encode()
     head = f"POST {parts.path}{PATH} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n"
     writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)

@@ -386,7 +386,11 @@ def connect(address: str) -> socket.socket:
     match scheme:
         case "unix":
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.connect(rest)
+            try:
+                sock.connect(rest)
+            except OSError:
+                sock.close()
+                raise
         case "tcp":
             host, _, port = rest.rpartition(":")
             sock = socket.create_connection((host, int(port)))
