@@ -77,7 +77,7 @@ def warm_up_requests(config: EngineConfig, width: int) -> list[DraftRequest]:
         verify_ms_T=torch.ones(2),
         draft_ms_3=torch.zeros(3),
         base_tokens_1=torch.ones(1),
-        calibration_D2=torch.tensor([[1.0, 0.0]]),
+        log_odds_D=torch.zeros(1),
     )
     return [
         DraftRequest(

@@ -243,8 +243,8 @@ class DraftCosts:
     """Step costs and confidence calibration, from which `auto` chooses node budgets.
 
     The engine measures them and sends them along, so that all drafter ranks decide alike. The time to verify n draft
-    nodes in addition to the rest of the step is piecewise linear. A child's calibrated confidence at depth d is
-    sigmoid(a logit(c) + b).
+    nodes in addition to the rest of the step is piecewise linear. A child's calibrated confidence is
+    sigmoid(logit(c) + log_odds).
     """
 
     nodes_T: Tensor  # [T] int32, ascending from 0
@@ -253,9 +253,7 @@ class DraftCosts:
         metadata=column("float32")
     )  # [3] float32: input rows and the roots' level; each further level; each node run there
     base_tokens_1: Tensor = field(metadata=column("float32"))  # [1] float32: tokens the step yields without drafts
-    calibration_D2: Tensor = field(
-        metadata=column("float32", ndim=2)
-    )  # [D, 2] float32: (a, b) for depth 1 .. D; deeper nodes use the last
+    log_odds_D: Tensor = field(metadata=column("float32"))  # [D] float32, for depth 1 .. D; deeper nodes use the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

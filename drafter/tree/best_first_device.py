@@ -77,7 +77,7 @@ class GrowInputs:
     noise_BDV: Tensor  # the target's noise for the children of each level; stale where a request has none
     count_BV: Tensor  # the token counts that `penalize` takes
     table: Tensor  # [B, columns], see `RowParameters`
-    fit_D2: Tensor  # calibration of each level's children
+    log_odds_D: Tensor  # calibration of each level's children
     num_nodes: int
 
     @cached_property
@@ -144,7 +144,7 @@ class TorchLevels:
         if self._options.has_penalties:
             logits_BFV = self._penalized(logits_BFV.float())
         top = self._score(logits_BFV, depth)
-        children = _children(self.nodes, depth, top, parameters, self._inputs.fit_D2[depth])
+        children = _children(self.nodes, depth, top, parameters, self._inputs.log_odds_D[depth])
         if self._static is not None:
             candidates = Candidates(children.token, children.weight, children.path_prob, children.column)
             self._rows = self._static.place(candidates, depth)
@@ -207,7 +207,7 @@ class TorchLevels:
 
 
 def _children(
-    nodes: NodeTensors, depth: int, top: TopChildren, parameters: RowParameters, fit_2: Tensor
+    nodes: NodeTensors, depth: int, top: TopChildren, parameters: RowParameters, log_odds: Tensor
 ) -> NodeTensors:
     """Return the candidates [B, F K] below the rows of this depth, in the order of their parents, best first.
 
@@ -220,7 +220,7 @@ def _children(
     is_open_BF = (parents.depth == depth) & (depth < parameters.max_depth_B[:, None])
     is_open_BF &= passes_BF | (parameters.is_auto_B[:, None] == 0)
     path_prob_BFK = parents.path_prob[:, :, None] * top.prob_FK
-    weight_BFK = parents.weight[:, :, None] * calibrate(top.weight_FK, fit_2)
+    weight_BFK = parents.weight[:, :, None] * calibrate(top.weight_FK, log_odds)
     is_child_BFK = is_open_BF[:, :, None] & (weight_BFK > 0)  # NaN is no child
     row_F1 = torch.arange(first, first + num_scored, device=weight_BFK.device)[:, None]
     return NodeTensors(

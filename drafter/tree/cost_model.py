@@ -19,10 +19,9 @@ from drafter.tree.policy import TYPICAL_CHILDREN
 from workers.types import DraftCosts
 
 
-def calibrate(weight: Tensor, fit_2: Tensor) -> Tensor:
-    """Return sigmoid(a logit(w) + b), float32 of any shape; a and b are fitted to this engine's verdicts, 0 stays 0."""
-    a, b = fit_2.unbind()
-    return torch.sigmoid(torch.addcmul(b, a, torch.logit(weight, 1e-6))) * (weight > 0)
+def calibrate(weight: Tensor, log_odds: Tensor) -> Tensor:
+    """Return sigmoid(logit(w) + log_odds), float32; 0 stays 0. The engine fits the odds to its verdicts."""
+    return torch.sigmoid(torch.logit(weight, 1e-6) + log_odds) * (weight > 0)
 
 
 class TreeCostModel:
@@ -37,12 +36,12 @@ class TreeCostModel:
         )
         self._first_level_ms, self._level_ms, self._node_ms = costs.draft_ms_3.numpy()
         (self._base_tokens,) = costs.base_tokens_1.numpy()
-        self._calibration_D2 = costs.calibration_D2
+        self._odds_D = costs.log_odds_D
 
     def calibrated(self, weight_FK: np.ndarray, depth: int) -> np.ndarray:
         """Return the chance that a child of this depth (1 = below the root) survives if its parent does, float32."""
-        fit_2 = self._calibration_D2[min(depth, len(self._calibration_D2)) - 1]
-        return calibrate(torch.from_numpy(weight_FK), fit_2).numpy()
+        log_odds = self._odds_D[min(depth, len(self._odds_D)) - 1]
+        return calibrate(torch.from_numpy(weight_FK), log_odds).numpy()
 
     def draft_ms(self, num_levels: int, num_run: int) -> float:
         """Return the time to draft `num_levels` levels on which `num_run` nodes were run."""

@@ -1,7 +1,7 @@
 """CUDA graphs that grow whole trees: `grow_on_device` over static buffers, captured for each bucket of requests.
 
     TreeGraphs(run, plan, ...)                       the buffers and the graphs
-        .fit_of(trees)                               whether a graph grows such trees
+        .odds_of(trees)                              whether a graph grows such trees
         .set_roots(roots, hidden_MX, row_G)          where this step's trees begin, set by the draft model's `extend`
         (trees) -> UnprunedTrees | None              one replay, one copy to the host
 
@@ -46,15 +46,12 @@ _LOGITS_EDITS = ((False, False), (True, False), (True, True))
 _NO_BASE = 1
 """The root's slot of a padding request, never before a model's first slot."""
 
-_FIT_BYTES = 2 * 4
-"""A level's calibration takes these bytes: a and b in float32."""
-
 _TABLE_ROW_BYTES = 8 * len(RowParameters._fields)
 
 _NO_PENALTIES = np.array([[1.0, 0.0, 0.0]])
 """Repetition, frequency and presence."""
 
-_UNCALIBRATED = torch.tensor([[1.0, 0.0]])
+_UNCALIBRATED = torch.zeros(1)
 """The fit of weights that stay as they are."""
 
 RunRows = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -123,8 +120,8 @@ class TreeGraphs:
         self._noise_BDV = example_1X.new_zeros(B, D, V, dtype=torch.float32)
         self._count_BV = example_1X.new_zeros(B, V, dtype=torch.float32)
         # The calibration of each level, then the parameters of each request: one copy sends both.
-        self._sent = example_1X.new_zeros(_FIT_BYTES * D + _TABLE_ROW_BYTES * B, dtype=torch.uint8)
-        self._fit_D2, self._parameters = _views(self._sent, D)
+        self._sent = example_1X.new_zeros(_odds_bytes(D) + _TABLE_ROW_BYTES * B, dtype=torch.uint8)
+        self._odds_D, self._parameters = _views(self._sent, D)
         self._plans: dict[int, Any] = {n: plan(self._attention(n)) for n in sizes}
         self._recorder = Recorder(device)
         self._grow: dict[tuple[int, bool, bool], Callable[[], Tensor]] = {}
@@ -137,8 +134,8 @@ class TreeGraphs:
         """Time and memory that capturing took, for the rank's topology report."""
         return {f"tree_{name}": value for name, value in self._recorder.report.items()}
 
-    def fit_of(self, trees: TreeRequests) -> Tensor | None:
-        """Return the calibration [D, 2] under which a graph grows all of these trees; None if none can.
+    def odds_of(self, trees: TreeRequests) -> Tensor | None:
+        """Return the calibration [D] under which a graph grows all of these trees; None if none can.
 
         No graph grows sampled trees, or trees of which only some are under `auto`. A static one may have no thresholds
         and not be traced, since a graph neither counts nor names what is kept out of it.
@@ -153,7 +150,7 @@ class TreeGraphs:
             return None
         if not limits.is_auto_B.any():
             return _UNCALIBRATED
-        return None if trees.costs is None else trees.costs.calibration_D2
+        return None if trees.costs is None else trees.costs.log_odds_D
 
     def set_roots(self, roots: TreeRoots, hidden_MX: Tensor, row_G: Tensor) -> Tensor:
         """Set where the trees of this step begin. Return the outputs at their roots, which the next call overwrites."""
@@ -169,8 +166,8 @@ class TreeGraphs:
         trees: with no constraints but penalties. All levels and rows count as run, whatever they hold, because all of
         them took time.
         """
-        fit_D2, limits, sampling = self.fit_of(trees), trees.limits, trees.sampling
-        if fit_D2 is None:
+        log_odds_D, limits, sampling = self.odds_of(trees), trees.limits, trees.sampling
+        if log_odds_D is None:
             return None
         num_trees = len(trees.root_token_B)
         num_requests = Size.of(1, num_trees).requests
@@ -188,9 +185,9 @@ class TreeGraphs:
         position_G = self._roots.base_G + self._root_position
         # Padding requests have parameters of zero, so their stale values in other buffers have no effect.
         num_levels = self._tree.longest_path
-        sent = torch.zeros(_FIT_BYTES * num_levels + _TABLE_ROW_BYTES * num_requests, dtype=torch.uint8)
-        own_fit_D2, table = (view.numpy() for view in _views(sent, num_levels))
-        fit_D2.numpy().take(range(num_levels), axis=0, out=own_fit_D2, mode="clip")
+        sent = torch.zeros(_odds_bytes(num_levels) + _TABLE_ROW_BYTES * num_requests, dtype=torch.uint8)
+        own_log_odds_D, table = (view.numpy() for view in _views(sent, num_levels))
+        log_odds_D.numpy().take(range(num_levels), axis=0, out=own_log_odds_D, mode="clip")
         RowParameters.fill(table[:num_trees], trees, position_G, has_noise_G, penalties_G3)
         self._sent[: len(sent)].copy_(sent, non_blocking=True)
         self._fill_noise(has_noise_G.nonzero()[0], trees)
@@ -241,7 +238,7 @@ class TreeGraphs:
             noise_BDV=self._noise_BDV[:num_requests],
             count_BV=self._count_BV[:num_requests],
             table=self._parameters[:num_requests],
-            fit_D2=self._fit_D2,
+            log_odds_D=self._odds_D,
             num_nodes=self._tree.num_speculative_tokens,
         )
         levels = make_levels(inputs, options)
@@ -293,7 +290,12 @@ class TreeGraphs:
         return base_B, table_BP
 
 
+def _odds_bytes(num_levels: int) -> int:
+    """Return the bytes of the calibration, float32 padded to the alignment of the float64 table after it."""
+    return 8 * -(-num_levels // 2)
+
+
 def _views(sent: Tensor, num_levels: int) -> tuple[Tensor, Tensor]:
-    """Return what is sent to a graph, uint8, as the calibration [D, 2] and the table of its requests."""
-    fit, table = sent.tensor_split([_FIT_BYTES * num_levels])
-    return fit.view(torch.float32).view(num_levels, 2), table.view(torch.float64).view(-1, len(RowParameters._fields))
+    """Return what is sent to a graph, uint8, as the calibration [D] and the table of its requests."""
+    odds, table = sent.tensor_split([_odds_bytes(num_levels)])
+    return odds.view(torch.float32)[:num_levels], table.view(torch.float64).view(-1, len(RowParameters._fields))

@@ -92,7 +92,7 @@ class TritonLevels:
         )
         ids = options.vocab.target_ids
         _score_children[(B * F,)](
-            value_2, column, sums_3, table, inputs.fit_D2[depth], column if ids is None else ids,
+            value_2, column, sums_3, table, inputs.log_odds_D[depth], column if ids is None else ids,
             depth_BR, old_weight_BR, old_path_prob_BR, child_2, weight_BC, path_prob_BC,
             width, F, splits, K, R, B * F * K, depth,
             IS_FIRST=is_first, HAS_IDS=ids is not None,
@@ -267,7 +267,7 @@ def _lse(parts_ptr, num_splits, SPLITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_scored", "num_splits", "k", "num_rows", "num_children", "depth"])
 def _score_children(
-    values_ptr, columns_ptr, sums_ptr, table_ptr, fit_ptr, ids_ptr, depth_ptr, weight_ptr, path_prob_ptr,
+    values_ptr, columns_ptr, sums_ptr, table_ptr, log_odds_ptr, ids_ptr, depth_ptr, weight_ptr, path_prob_ptr,
     children_ptr, child_weight_ptr, child_path_prob_ptr,
     table_width, num_scored, num_splits, k, num_rows, num_children, depth,
     IS_FIRST: tl.constexpr, HAS_IDS: tl.constexpr, FOUND: tl.constexpr, SPLITS: tl.constexpr,
@@ -283,7 +283,7 @@ def _score_children(
     x_lse = _lse(sums_ptr + num_parts + row * num_splits, num_splits, SPLITS)
     s_lse = _lse(sums_ptr + 2 * num_parts + row * num_splits, num_splits, SPLITS)
     top_prob = tl.exp(tl.max(maxima, 0) - x_lse)
-    a, b = tl.load(fit_ptr), tl.load(fit_ptr + 1)
+    log_odds = tl.load(log_odds_ptr)
     parent_weight = tl.full([], 1.0, tl.float32)
     parent_prob = tl.full([], 1.0, tl.float64)
     is_open = depth < tl.load(table_ptr + _MAX_DEPTH)
@@ -312,7 +312,7 @@ def _score_children(
         confidence = tl.exp(value / tau - s_lse)
         # `drafter.tree.cost_model.calibrate`
         inner = tl.minimum(tl.maximum(confidence, 1e-6), 1.0 - 1e-6)
-        calibrated = 1.0 / (1.0 + tl.exp(-(a * tl.log(inner / (1.0 - inner)) + b)))
+        calibrated = 1.0 / (1.0 + tl.exp(-(tl.log(inner / (1.0 - inner)) + log_odds)))
         weight = parent_weight * calibrated
         is_child = is_open & (confidence > 0.0) & (weight > 0.0)  # NaN is no child
         token = column

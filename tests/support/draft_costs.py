@@ -6,7 +6,7 @@ import torch
 
 from workers.types import DraftCosts
 
-CALIBRATION = ((0.8, 0.3), (1.2, -0.4))
+CALIBRATION = (0.3, -0.4)
 
 
 def costs(node: float = 0.0, level: float = 0.0, run: float = 0.0, sure: float = 1.0) -> DraftCosts:
@@ -16,7 +16,7 @@ def costs(node: float = 0.0, level: float = 0.0, run: float = 0.0, sure: float =
         verify_ms_T=torch.tensor([10.0, 10.0 + 1000 * node]),
         draft_ms_3=torch.tensor([1.0, level, run]),
         base_tokens_1=torch.tensor([sure]),
-        calibration_D2=torch.tensor(CALIBRATION),
+        log_odds_D=torch.tensor(CALIBRATION),
     )
 
 

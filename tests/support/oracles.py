@@ -150,7 +150,7 @@ def candidates(
     temperature: float,
     seed: int,
     root_index: int,
-    calibration: Sequence[tuple[float, float]],
+    calibration: Sequence[float],
     cuts: tuple[int, float, float] = (0, 1.0, 0.0),
 ) -> dict[Path, float]:
     """Return every node that the thresholds allow, with its calibrated weight."""
@@ -165,11 +165,11 @@ def candidates(
         tau = confidence_tau(temperature)
         score = [math.log(p) + g if p > 0 else -math.inf for p, g in zip(q, noise, strict=True)]
         confidence = softmax([s / tau for s in score])
-        a, b = calibration[min(len(path), len(calibration) - 1)]
+        shift = calibration[min(len(path), len(calibration) - 1)]
         for t in sorted(range(len(q)), key=lambda t: -confidence[t])[:max_children]:
             if not confidence[t]:
                 break
-            odds = (confidence[t] / max(1 - confidence[t], 1e-16)) ** a * math.exp(b)
+            odds = confidence[t] / max(1 - confidence[t], 1e-16) * math.exp(shift)
             found[*path, t] = weight * odds / (1 + odds)
             below((*path, t), found[*path, t], prob * q[t])
 

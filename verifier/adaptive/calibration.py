@@ -29,9 +29,9 @@ class Calibration:
         self._curvature_D = np.zeros(_NUM_DEPTHS)
 
     @property
-    def fit_D2(self) -> np.ndarray:
-        """Return (slope, b_d) for depths 1 to D, float32; deeper nodes use the last. The slope is 1."""
-        return np.stack([np.ones(_NUM_DEPTHS), self._odds_D], axis=1).astype(np.float32)
+    def log_odds_D(self) -> np.ndarray:
+        """Return the factors for depths 1 to D, float32; deeper nodes use the last."""
+        return self._odds_D.astype(np.float32)
 
     def learn(self, trees: TreeBatch, verdicts: list[Verdict], is_shown_B: np.ndarray) -> None:
         """Learn from a step's trees, whose weights are calibrated already. is_shown_B: the requests to learn from."""

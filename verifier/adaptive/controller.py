@@ -33,14 +33,7 @@ from verifier.adaptive.cost_model import CostModel, DraftWork, RowCosts
 from verifier.adaptive.gate import SpeculationGate
 from verifier.adaptive.prompt_lookup import RATE, Average, CountAllowed, LookupResult, PromptLookup
 from verifier.draft_batch import DraftBatch
-from verifier.draft_inputs import (
-    DraftInput,
-    backlog,
-    draft_depth,
-    is_due,
-    next_input,
-    within_message,
-)
+from verifier.draft_inputs import DraftInput, backlog, draft_depth, is_due, next_input, within_message
 from verifier.request import Request
 from verifier.scheduler import Step
 from workers.config import EngineConfig, PruneConfig
@@ -128,7 +121,7 @@ class Controller:
         inputs = self._sent(inputs, chosen)
         costs = None
         if any(own.num_nodes and r.is_auto for r, own in inputs.items()):
-            costs = self._costs.for_drafter(inputs, step, self._calibration.fit_D2)
+            costs = self._costs.for_drafter(inputs, step, self._calibration.log_odds_D)
         has_tree = {r for r, own in inputs.items() if own.num_nodes}
         lookup_drafts = {r: own for r, own in found.chosen.items() if r not in has_tree} if found else {}
         return Plan(

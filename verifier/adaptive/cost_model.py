@@ -155,7 +155,7 @@ class CostModel:
         """Return the predicted time that the step's prompts add, in milliseconds."""
         return float(self._verify_cost.ms(self._table.ms(_num_rows(step)) - self._table.ms(len(step.decode)), 0))
 
-    def for_drafter(self, inputs: Mapping[Request, DraftInput], step: Step, calibration_D2: np.ndarray) -> DraftCosts:
+    def for_drafter(self, inputs: Mapping[Request, DraftInput], step: Step, log_odds_D: np.ndarray) -> DraftCosts:
         """Return the costs by which the drafter sizes this step's trees."""
         first_row, most = _num_rows(step), sum(own.num_nodes for own in inputs.values())
         num_trees = sum(own.num_nodes > 0 for own in inputs.values())
@@ -167,7 +167,7 @@ class CostModel:
             verify_ms_T=torch.from_numpy(self.verify_ms(step, nodes_T, num_trees).astype(np.float32)),
             draft_ms_3=torch.from_numpy(np.array([self.drafting.ms(part) for part in work], dtype=np.float32)),
             base_tokens_1=torch.from_numpy(np.array([len(step.decode)], dtype=np.float32)),
-            calibration_D2=torch.from_numpy(calibration_D2),
+            log_odds_D=torch.from_numpy(log_odds_D),
         )
 
     def observe_exchange(

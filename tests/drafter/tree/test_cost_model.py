@@ -49,7 +49,7 @@ class Ask:
     def candidates(self) -> dict[Path, float]:
         return self.survival(CALIBRATION)
 
-    def survival(self, calibration: Sequence[tuple[float, float]]) -> dict[Path, float]:
+    def survival(self, calibration: Sequence[float]) -> dict[Path, float]:
         return oracles.candidates(
             lambda path: model_logits(self.model, path).tolist(),
             max_depth=self.max_depth, max_children=CHILDREN, min_prob=self.min_prob, path_prob=self.path_prob,
@@ -233,7 +233,7 @@ def test_weights_of_fixed_trees_are_calibrated_if_the_trees_are_cut(policy):
     asks = [Ask(model=m, num_nodes=6, auto=bool(m % 2)) for m in range(4)]
     together = grown(asks, policy=policy)
     for b, ask in enumerate(asks):
-        survival = ask.survival(CALIBRATION if ask.auto else ((1.0, 0.0),))
+        survival = ask.survival(CALIBRATION if ask.auto else (0.0,))
         got = weights(together, b)
         assert len(got) > 2 and got == pytest.approx({path: survival[path] for path in got}, rel=1e-3)
 
@@ -307,8 +307,8 @@ def test_a_row_that_starts_a_bucket_costs_its_share_of_it():
 
 
 def test_calibration_keeps_a_weight_of_zero():
-    fit = torch.tensor([1.0, 3.0])
-    assert calibrate(torch.tensor([0.0, 0.5]), fit).tolist() == [0.0, pytest.approx(1 / (1 + np.exp(-3)))]
+    odds = torch.tensor(3.0)
+    assert calibrate(torch.tensor([0.0, 0.5]), odds).tolist() == [0.0, pytest.approx(1 / (1 + np.exp(-3)))]
 
 
 def test_a_node_is_run_if_its_expected_children_are_worth_its_time():
@@ -488,8 +488,8 @@ def test_times_and_rates_follow_the_tables(plain, num_nodes, num_levels, num_run
 
 
 def test_a_weight_of_one_is_calibrated_too():
-    """Without a bound its logit would be infinite, which no fit could change."""
-    assert float(calibrate(torch.ones(()), torch.tensor([1.0, -14.0]))) == pytest.approx(0.455, abs=0.01)
+    """Without a bound its logit would be infinite, which no odds could change."""
+    assert float(calibrate(torch.ones(()), torch.tensor(-14.0))) == pytest.approx(0.455, abs=0.01)
 
 
 def test_a_threshold_holds_on_every_level_beside_a_request_that_keeps_growing():

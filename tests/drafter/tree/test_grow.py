@@ -243,7 +243,7 @@ def test_a_dynamic_tree_is_the_best_one_without_what_is_below_failed_nodes(seed,
     batch = grown(ask, DynamicTreePolicy(3, 4))
     candidates = oracles.candidates(
         lambda path: model_logits(seed, path).tolist(), max_depth=ask.max_depth, max_children=3, min_prob=0.0,
-        path_prob=0.0, temperature=temperature, seed=params.seed, root_index=ask.index, calibration=[(1.0, 0.0)],
+        path_prob=0.0, temperature=temperature, seed=params.seed, root_index=ask.index, calibration=[0.0],
         cuts=(params.top_k, params.top_p, params.min_p),
     )  # fmt: skip
     best = sorted(candidates, key=lambda path: -candidates[path])[: ask.num_nodes]

@@ -36,7 +36,7 @@ FREE = DraftCosts(
     verify_ms_T=torch.tensor([1.0, 1.5]),
     draft_ms_3=torch.tensor([0.2, 0.1, 0.0]),
     base_tokens_1=torch.ones(1),
-    calibration_D2=torch.tensor([[1.0, 0.0]]),
+    log_odds_D=torch.zeros(1),
 )
 
 

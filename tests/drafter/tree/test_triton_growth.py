@@ -88,7 +88,7 @@ def grown(
         noise_BDV=2 * random(size, DEPTH, vocab.size),
         count_BV=(random(size, vocab.size) * 2).round().clamp(min=-1),
         table=torch.tensor([list(row.values()) for row in batch], dtype=torch.float64, device=DEVICE),
-        fit_D2=torch.tensor([[1.0, 0.0], [0.8, -0.3], [1.2, 0.4]], device=DEVICE),
+        log_odds_D=torch.tensor([0.0, -0.3, 0.4], device=DEVICE),
         num_nodes=num_nodes,
     )
     tree = TreeConfig(

@@ -289,7 +289,7 @@ COSTS = DraftCosts(
     verify_ms_T=torch.tensor([1.0, 1.02]),
     draft_ms_3=torch.tensor([0.2, 0.4, 0.0]),
     base_tokens_1=torch.ones(1),
-    calibration_D2=torch.tensor([[1.0, 0.0]]),
+    log_odds_D=torch.zeros(1),
 )
 """A level costs enough that it depends on the tree so far whether another one is drawn."""
 

@@ -64,8 +64,7 @@ def budget(verify: RowCosts, count: int) -> TreeCostModel:
     inputs = {
         request: DraftInput([1], request.limits.num_speculative_tokens, 8) for request in decode if request.limits
     }
-    calibration_D2 = np.array([[1.0, 0.0]], dtype=np.float32)
-    sent = CostModel(verify, None).for_drafter(inputs, step_of(decode), calibration_D2)
+    sent = CostModel(verify, None).for_drafter(inputs, step_of(decode), np.zeros(1, dtype=np.float32))
     return TreeCostModel(replace(sent, draft_ms_3=torch.zeros(3)))
 
 

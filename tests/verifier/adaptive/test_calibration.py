@@ -22,7 +22,7 @@ def calibrated(true: float, num_steps: int, seed: int = 0) -> Calibration:
     parents = [-1, 0, 0, 0, *[1] * 3, *[2] * 3, *[3] * 3]
     for _ in range(num_steps):
         raw = np.concatenate([-np.sort(-rng.dirichlet([1.0, 0.5, 0.3, 0.3]))[:3] for _ in range(4)])
-        learnt = calibration.fit_D2[[0] * 3 + [1] * 9, 1]
+        learnt = calibration.log_odds_D[[0] * 3 + [1] * 9]
         weight = np.concatenate([[1.0], odds(raw, learnt)])
         weight[4:] *= weight[[parents[row] for row in range(4, 13)]]
         chance, path = odds(raw, true), []
@@ -40,11 +40,9 @@ def calibrated(true: float, num_steps: int, seed: int = 0) -> Calibration:
 
 @pytest.mark.parametrize("true", [0.0, -0.5, 0.2])
 def test_calibration_recovers_how_confidence_and_survival_relate(true):
-    slope_D, odds_D = calibrated(true, 1500).fit_D2.T
-    assert (slope_D == 1).all()
-    assert odds_D[:2] == pytest.approx([true, true], abs=0.25)
+    assert calibrated(true, 1500).log_odds_D[:2] == pytest.approx([true, true], abs=0.25)
 
 
 def test_a_depth_never_seen_and_the_first_fit_are_the_identity():
-    assert Calibration().fit_D2.tolist() == [[1.0, 0.0]] * 8
-    assert calibrated(-0.5, 100).fit_D2[2:].tolist() == [[1.0, 0.0]] * 6
+    assert Calibration().log_odds_D.tolist() == [0.0] * 8
+    assert calibrated(-0.5, 100).log_odds_D[2:].tolist() == [0.0] * 6

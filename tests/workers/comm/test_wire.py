@@ -75,7 +75,7 @@ def draft_costs(rng: np.random.Generator, size: int) -> DraftCosts:
         verify_ms_T=reals(rng, size),
         draft_ms_3=reals(rng, 3),
         base_tokens_1=reals(rng, 1),
-        calibration_D2=reals(rng, size, 2),
+        log_odds_D=reals(rng, size),
     )
 
 
