@@ -33,7 +33,7 @@ help: ## list these targets
 
 demo: $(VENV)/.installed-smollm2 ## start the service on Ray, talk to it, show what speculation gains, stop it
 	@echo 'Next: the service starts on Ray (one to three minutes), answers a prompt, and is measured (a minute more).'
-	$(BIN)/python -m cluster.demo
+	$(BIN)/python -m bench.demo
 
 chat: $(VENV)/.installed-smollm2 ## talk to SmolLM2 (or, without it, the bundled model) in the terminal; Ctrl-D ends it
 	$(BIN)/secateur chat $$(test ! -f $(VENV)/.installed-smollm2 || echo --model smollm2) --max-tokens 256
