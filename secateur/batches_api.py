@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from secateur.bodies import Body, Metadata
-from secateur.responses import Listed, ObjectList, Response
+from secateur.responses import Listed, Nullable, ObjectList, Response
 
 HOUR_S, MONTH_S = 3600, 30 * 24 * 3600
 
@@ -68,12 +68,10 @@ class DeletedFile(Response):
 class InvalidLine(Response):
     """Why a batch cannot be run: the problem, the field, and the number of the line, which counts from 1."""
 
-    nullable = frozenset({"param", "line"})
-
     code: str
     message: str
-    param: str | None = None
-    line: int | None = None
+    param: Nullable[str] = None
+    line: Nullable[int] = None
 
 
 class InvalidLines(Response):
@@ -94,44 +92,27 @@ class RequestCounts(Response):
 class BatchObject(Listed):
     """A batch. Times are Unix seconds, null until they come."""
 
-    nullable = frozenset(
-        {
-            "errors",
-            "output_file_id",
-            "error_file_id",
-            "in_progress_at",
-            "expires_at",
-            "finalizing_at",
-            "completed_at",
-            "failed_at",
-            "expired_at",
-            "cancelling_at",
-            "cancelled_at",
-            "metadata",
-        }
-    )
-
     id: str
     object: str = "batch"
     endpoint: str
     model: str | None = None
-    errors: InvalidLines | None = None
+    errors: Nullable[InvalidLines] = None
     input_file_id: str
     completion_window: str
     status: BatchStatus
-    output_file_id: str | None = None
-    error_file_id: str | None = None
+    output_file_id: Nullable[str] = None
+    error_file_id: Nullable[str] = None
     created_at: int
-    in_progress_at: int | None = None
-    expires_at: int | None = None
-    finalizing_at: int | None = None
-    completed_at: int | None = None
-    failed_at: int | None = None
-    expired_at: int | None = None
-    cancelling_at: int | None = None
-    cancelled_at: int | None = None
+    in_progress_at: Nullable[int] = None
+    expires_at: Nullable[int] = None
+    finalizing_at: Nullable[int] = None
+    completed_at: Nullable[int] = None
+    failed_at: Nullable[int] = None
+    expired_at: Nullable[int] = None
+    cancelling_at: Nullable[int] = None
+    cancelled_at: Nullable[int] = None
     request_counts: RequestCounts
-    metadata: dict[str, Any] | None = None
+    metadata: Nullable[dict[str, Any]] = None
 
 
 class FileList(ObjectList[FileObject]):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import ClassVar, Generic, Literal, Self, TypeVar
+from functools import cache
+from typing import Annotated, Generic, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -38,20 +39,31 @@ def _now() -> int:
     return int(time.time())
 
 
+Value = TypeVar("Value")
+_NULLABLE = "nullable"
+Nullable = Annotated[Value | None, _NULLABLE]
+"""The type of a field whose null clients expect."""
+
+
 class Response(BaseModel):
-    """Base of all responses. Unset optional fields are left out, except `nullable` ones, whose null clients expect."""
+    """Base of all responses. Fields that are None are left out, except `Nullable` ones."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
-    nullable: ClassVar[frozenset[str]] = frozenset()
 
     # No return type: with one, the JSON schema of every response would shrink to "an object".
     @model_serializer(mode="wrap")
     def _leave_out_unset(self, handler: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def, unused-ignore]
-        return {key: value for key, value in handler(self).items() if value is not None or key in self.nullable}
+        nullable = _nullable_fields(type(self))
+        return {key: value for key, value in handler(self).items() if value is not None or key in nullable}
 
     def sse(self) -> str:
         """Return this object as one server-sent event."""
         return f"data: {self.model_dump_json()}\n\n"
+
+
+@cache
+def _nullable_fields(model: type[Response]) -> frozenset[str]:
+    return frozenset(name for name, field in model.model_fields.items() if _NULLABLE in field.metadata)
 
 
 class Listed(Response):
@@ -66,12 +78,10 @@ Entry = TypeVar("Entry", bound=Listed)
 class ObjectList(Response, Generic[Entry]):
     """A page of a list. `last_id` is the `after` of the next page."""
 
-    nullable = frozenset({"first_id", "last_id"})
-
     object: str = "list"
     data: list[Entry]
-    first_id: str | None
-    last_id: str | None
+    first_id: Nullable[str]
+    last_id: Nullable[str]
     has_more: bool
 
     @classmethod
@@ -181,17 +191,15 @@ class TreeNode(Response):
     Example: TreeNode(parent=0, depth=1, token_id=83, text=" of", draft_prob=0.61, weight=0.7, status="accepted")
     """
 
-    nullable = frozenset({"parent", "token_id", "text", "draft_prob", "weight"})
-
-    parent: int | None
+    parent: Nullable[int]
     """Index of its parent in `nodes`; null for the root, the last token before the step."""
     depth: int
-    token_id: int | None
+    token_id: Nullable[int]
     """Null stands for children that were not drafted, because their parent was not expanded."""
-    text: str | None
-    draft_prob: float | None
+    text: Nullable[str]
+    draft_prob: Nullable[float]
     """The draft's probability of the token after its path, at the request's temperature; null if there is none."""
-    weight: float | None
+    weight: Nullable[float]
     """The estimated probability that the node survives verification; null if there is none."""
     status: Literal["root", "accepted", "rejected", "pruned"]
     """Accepted and rejected nodes were verified, pruned ones were not."""
@@ -214,14 +222,12 @@ class TreeToken(Response):
 class SpeculativeTree(Response):
     """The tree of one verification, and the tokens that it brought."""
 
-    nullable = frozenset({"draft_ms"})
-
     nodes: list[TreeNode]
     """The root, the verified nodes by depth, then pruned ones."""
     tokens: list[TreeToken]
     is_copied: bool = False
     """Whether prompt lookup copied the draft from earlier text."""
-    draft_ms: float | None = None
+    draft_ms: Nullable[float] = None
     """Time that the step, which serves all running requests, waited for the drafter; null if it drafted nothing."""
     verify_ms: float
     """Time of the target's forward pass and of the acceptance rule."""
@@ -276,22 +282,18 @@ class TokenLogprob(TopLogprob):
 class ChatLogprobs(Response):
     """Log probabilities of a chat answer, one entry per token."""
 
-    nullable = frozenset({"content", "refusal"})
-
-    content: list[TokenLogprob] | None = None
-    refusal: list[TokenLogprob] | None = None
+    content: Nullable[list[TokenLogprob]] = None
+    refusal: Nullable[list[TokenLogprob]] = None
 
 
 class Choice(Response):
     """Fields that all choices share."""
 
-    nullable = frozenset({"finish_reason", "logprobs", "stop_reason", "token_ids"})
-
     index: int = 0
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
+    finish_reason: Nullable[FinishReason] = None
+    stop_reason: Nullable[int | str] = None
     """The stop string or stop token id that ended the answer (vLLM's field)."""
-    token_ids: list[int] | None = None
+    token_ids: Nullable[list[int]] = None
     speculative_trees: list[SpeculativeTree] | None = None
     """One entry per step, with `return_speculative_trees`."""
 
@@ -299,13 +301,11 @@ class Choice(Response):
 class CompletionChoice(Choice):
     """One completion of a prompt, or a part of it in a stream."""
 
-    nullable = Choice.nullable | {"prompt_token_ids", "prompt_logprobs"}
-
     text: str = ""
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: Nullable[list[int]] = None
     """Token ids of the prompt; in a stream, on the first chunk."""
-    prompt_logprobs: PromptLogprobs | None = None
-    logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: Nullable[PromptLogprobs] = None
+    logprobs: Nullable[CompletionLogprobs] = None
 
 
 class FunctionCall(Response):
@@ -345,14 +345,12 @@ class ToolCallDelta(Response):
 class AssistantMessage(Response):
     """The message of a chat answer."""
 
-    nullable = frozenset({"content", "refusal", "reasoning"})
-
     role: Literal["assistant"] = "assistant"
-    content: str | None = None
-    refusal: str | None = None
+    content: Nullable[str] = None
+    refusal: Nullable[str] = None
     reasoning_content: str | None = None
     """The model's reasoning, as DeepSeek has it."""
-    reasoning: str | None = None
+    reasoning: Nullable[str] = None
     """The same under vLLM's name."""
     tool_calls: list[ToolCall] | None = None
 
@@ -361,7 +359,7 @@ class ChatChoice(Choice):
     """One answer of a chat."""
 
     message: AssistantMessage
-    logprobs: ChatLogprobs | None = None
+    logprobs: Nullable[ChatLogprobs] = None
 
 
 class ChatDelta(Response):
@@ -378,7 +376,7 @@ class ChatChunkChoice(Choice):
     """One choice of a chat chunk."""
 
     delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
+    logprobs: Nullable[ChatLogprobs] = None
 
 
 class GenerationResponse(Response):
@@ -411,14 +409,12 @@ class CompletionChunk(CompletionResponse):
 class ChatCompletionResponse(GenerationResponse):
     """The response of /v1/chat/completions."""
 
-    nullable = frozenset({"prompt_token_ids", "prompt_logprobs"})
-
     id: str = Field(default_factory=lambda: new_id("chatcmpl"))
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: Nullable[list[int]] = None
     """Token ids of the prompt, which all choices share."""
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: Nullable[PromptLogprobs] = None
 
     @property
     def text(self) -> str:
@@ -444,12 +440,10 @@ class ChatCompletionChunk(GenerationResponse):
 class TokenizeResponse(Response):
     """The response of /tokenize."""
 
-    nullable = frozenset({"token_strs"})
-
     tokens: list[int]
     count: int
     max_model_len: int | None = None
-    token_strs: list[str] | None = None
+    token_strs: Nullable[list[str]] = None
 
 
 class DetokenizeResponse(Response):
@@ -479,12 +473,10 @@ class ModelList(Response):
 class ErrorDetail(Response):
     """OpenAI's error object."""
 
-    nullable = frozenset({"param", "code"})
-
     message: str
     type: str = "invalid_request_error"
-    param: str | None = None
-    code: str | int | None = None
+    param: Nullable[str] = None
+    code: Nullable[str | int] = None
 
 
 class ErrorResponse(Response):

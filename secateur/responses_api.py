@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from secateur.bodies import Body, Metadata, Unsupported, UnsupportedContent, placeholder, told, wrong
 from secateur.requests import MAX_ITEMS, NumLogprobs, NumTokens, SamplingOptions, left_out
-from secateur.responses import FunctionCall, Listed, ObjectList, Response, TokenLogprob, new_id
+from secateur.responses import FunctionCall, Listed, Nullable, ObjectList, Response, TokenLogprob, new_id
 from secateur.tools import CALLED_TYPES, MAX_TOOLS
 
 MAX_ID_CHARS = 256
@@ -446,29 +446,17 @@ class ResponseUsage(Response):
 class ResponseObject(Response):
     """The answer of /v1/responses. Fields of the request are repeated in it, as at OpenAI."""
 
-    nullable = frozenset(
-        {
-            "error",
-            "incomplete_details",
-            "instructions",
-            "previous_response_id",
-            "max_output_tokens",
-            "metadata",
-            "usage",
-        }
-    )
-
     id: str
     object: Literal["response"] = "response"
     created_at: int
     status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
     model: str
     output: list[OutputItem] = []
-    error: dict[str, Any] | None = None
-    incomplete_details: dict[str, str] | None = None
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    max_output_tokens: int | None = None
+    error: Nullable[dict[str, Any]] = None
+    incomplete_details: Nullable[dict[str, str]] = None
+    instructions: Nullable[str] = None
+    previous_response_id: Nullable[str] = None
+    max_output_tokens: Nullable[int] = None
     temperature: float | None = None
     top_p: float | None = None
     text: dict[str, Any] = {}
@@ -477,8 +465,8 @@ class ResponseObject(Response):
     parallel_tool_calls: bool = True
     store: bool = True
     truncation: Literal["disabled"] = "disabled"
-    metadata: dict[str, str] | None = None
-    usage: ResponseUsage | None = None
+    metadata: Nullable[dict[str, str]] = None
+    usage: Nullable[ResponseUsage] = None
 
     def message(self) -> dict[str, Any]:
         """Return the answer as the message of a chat, without a call that was cut."""
