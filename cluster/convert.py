@@ -21,11 +21,12 @@ from cluster.system.gpus import gpu_names
 from cluster.system.progress import Progress
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tokenizer_files import lacking_package
-from secateur.config import EngineArgs, SpeculativeConfig, resolve_model
+from secateur.config import EngineArgs, resolve_model
 from secateur.errors import ConfigError, Problem
 from secateur.install import install_command
 from secateur.requests import DEFAULTED, ChatCompletionRequest
 from secateur.schema import problems_of
+from secateur.speculative import SpeculativeConfig
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.models.config_json import read_json
 from workers.models.draft_methods import METHODS, check_kinds, method_of, read_draft_spec

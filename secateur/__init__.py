@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     __version__: str
     from secateur.batch import BatchSummary, run_batch, run_batch_async
     from secateur.client import AsyncClient, Client
-    from secateur.config import AppArgs, EngineArgs, Speculative, SpeculativeConfig
+    from secateur.config import AppArgs, EngineArgs
     from secateur.errors import (
         APIConnectionError,
         APIError,
@@ -39,11 +39,12 @@ if TYPE_CHECKING:
         SpeculativeStats,
         Usage,
     )
+    from secateur.speculative import Speculative, SpeculativeConfig
 
 _HOMES = {
     "batch": ("BatchSummary", "run_batch", "run_batch_async"),
     "client": ("AsyncClient", "Client"),
-    "config": ("AppArgs", "EngineArgs", "Speculative", "SpeculativeConfig"),
+    "config": ("AppArgs", "EngineArgs"),
     "errors": (
         "APIConnectionError",
         "APIError",
@@ -69,6 +70,7 @@ _HOMES = {
         "SpeculativeStats",
         "Usage",
     ),
+    "speculative": ("Speculative", "SpeculativeConfig"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -17,22 +17,8 @@ from secateur.errors import ConfigError, Problem
 from secateur.install import smollm2_command
 from secateur.schema import Strict, did_you_mean, normalise_keys, unknown_key
 from secateur.settings import SHORTEST_REQUEST, WEIGHTS, EngineSettings
-from secateur.speculative import Speculative, SpeculativeConfig, infer_method
-from secateur.token_tree import parse_token_tree
+from secateur.speculative import SpeculativeConfig
 from secateur.vllm_names import in_our_words
-
-__all__ = [
-    "AppArgs",
-    "EngineArgs",
-    "ModelLoadingConfig",
-    "PlacementGroupConfig",
-    "Speculative",
-    "SpeculativeConfig",
-    "infer_method",
-    "parse_token_tree",
-    "read_yaml",
-    "resolve_model",
-]
 
 BUNDLED_TARGET = "bundled:target"
 SMOLLM2_HEAD = "bundled:smollm2-eagle3"

@@ -12,8 +12,6 @@ from urllib.request import url2pathname
 from secateur.errors import SecateurError
 
 DISTRIBUTION = "secateur-llm"
-FORMER_DISTRIBUTION = "secateur"
-"""The name of editable installs that were made before the distribution was renamed."""
 NOT_INSTALLED = "0+unknown"
 """The version of a checkout that runs without being installed."""
 SERVICE = "secateur.service"
@@ -22,12 +20,10 @@ SERVICE = "secateur.service"
 
 def installed_distribution() -> Distribution | None:
     """Return the metadata of the installed distribution, or None in a checkout that was not installed."""
-    for name in (DISTRIBUTION, FORMER_DISTRIBUTION):
-        try:
-            return distribution(name)
-        except PackageNotFoundError:
-            continue
-    return None
+    try:
+        return distribution(DISTRIBUTION)
+    except PackageNotFoundError:
+        return None
 
 
 def installed_version() -> str:

@@ -13,7 +13,6 @@ import pytest
 
 from secateur import client_http, errors, retries
 from secateur.client import AsyncClient, Client
-from secateur.config import Speculative
 from secateur.responses import (
     SSE_DONE,
     AssistantMessage,
@@ -26,6 +25,7 @@ from secateur.responses import (
     ModelCard,
     ModelList,
 )
+from secateur.speculative import Speculative
 
 ANSWER = CompletionResponse(model="m", choices=[CompletionChoice(text="hello", finish_reason="stop")])
 CHAT_ANSWER = ChatCompletionResponse(

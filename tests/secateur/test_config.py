@@ -6,18 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from secateur.config import (
-    AppArgs,
-    EngineArgs,
-    Speculative,
-    SpeculativeConfig,
-    infer_method,
-    parse_token_tree,
-    read_yaml,
-    resolve_model,
-)
+from secateur.config import AppArgs, EngineArgs, read_yaml, resolve_model
 from secateur.errors import ConfigError
-from secateur.token_tree import check_paths
+from secateur.speculative import Speculative, SpeculativeConfig, infer_method
+from secateur.token_tree import check_paths, parse_token_tree
 
 
 def refusal(build, *args, **kwargs) -> str:
