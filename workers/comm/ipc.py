@@ -38,13 +38,17 @@ class Speculation:
     draft_probs: bool | None = None
 
 
+@dataclass(slots=True, kw_only=True)
 class _NodeCounts:
-    """Node counts by depth, starting at 1. Drafted nodes are pruned or verified; accepted nodes are also verified."""
+    """Node counts, in lists by depth, starting at 1. Drafted nodes are pruned or verified; accepted ones are among the
+    verified."""
 
-    __slots__ = ()
-    pruned_per_depth: list[int]
-    verified_per_depth: list[int]
-    accepted_per_depth: list[int]  # emitted ones only, not those behind the end of the output
+    num_drafts: int = 0  # steps that verified at least one draft node
+    pruned_per_depth: list[int] = field(default_factory=list)  # removed by pruning
+    verified_per_depth: list[int] = field(default_factory=list)  # went through the target
+    accepted_per_depth: list[int] = field(default_factory=list)  # emitted, so not those behind the end of the output
+    num_copied_tokens: int = 0  # verified nodes from prompt lookup instead of the drafter ...
+    num_accepted_copied_tokens: int = 0  # ... and those of them that were accepted
 
     def count_nodes(self, pruned: Sequence[int], verified: Sequence[int], num_accepted: int) -> None:
         """Add one tree: its nodes by depth, and the number of its accepted tokens that were emitted."""
@@ -76,13 +80,6 @@ class _NodeCounts:
 @dataclass(slots=True, kw_only=True)
 class RequestStats(_NodeCounts):
     """Speculation statistics of one request."""
-
-    num_drafts: int = 0  # steps that verified at least one draft node
-    pruned_per_depth: list[int] = field(default_factory=list)  # removed by pruning
-    verified_per_depth: list[int] = field(default_factory=list)  # went through the target
-    accepted_per_depth: list[int] = field(default_factory=list)
-    num_copied_tokens: int = 0  # verified nodes from prompt lookup instead of the drafter ...
-    num_accepted_copied_tokens: int = 0  # ... and those of them that were accepted
 
     def truncate(self, num_accepted: int, num_kept: int, *, is_copied: bool) -> RequestStats:
         """Return the statistics as if only `num_kept` of the last step's `num_accepted` tokens had been emitted."""
@@ -191,13 +188,7 @@ class EngineStats(_NodeCounts):
     requests_finished: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    num_drafts: int = 0
     num_trees: int = 0  # drafted
-    pruned_per_depth: list[int] = field(default_factory=list)
-    verified_per_depth: list[int] = field(default_factory=list)
-    accepted_per_depth: list[int] = field(default_factory=list)
-    num_copied_tokens: int = 0  # verified nodes from prompt lookup instead of the drafter ...
-    num_accepted_copied_tokens: int = 0  # ... and those of them that were accepted
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked up ...
     prefix_cache_hits: int = 0  # ... and found
