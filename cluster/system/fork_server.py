@@ -3,8 +3,9 @@
 with ForkServer(["verifier.worker"], os.environ) as server:
     process = server.start("verifier", ["--rank", "0", ...], {"CUDA_VISIBLE_DEVICES": "0"})
 
-Forking is safe because the server has one thread and touches no device. Its memory is shared with its children until
-they write to it. The kernel kills it with this process, and its children with it.
+A module that prepares more than imports calls `serve` itself, as `cluster.text.tokenizer_worker` does. Forking is safe
+because the server has one thread and touches no device. Its memory is shared with its children until they write to it.
+The kernel kills it with this process, and its children with it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import IO, Self
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import IO, Any, Self
 
 from cluster.system.child import die_with_parent, run, start_child
 from cluster.system.processes import is_running
@@ -46,8 +49,11 @@ class ForkServerDown(SecateurError, RuntimeError):
 class ForkedProcess:
     """A process that a fork server started, with the part of `subprocess.Popen`'s interface that is needed here."""
 
-    def __init__(self, pid: int, stdout: IO[str], stderr: IO[str]) -> None:
-        self.pid, self.stdout, self.stderr = pid, stdout, stderr
+    stdout: IO[str] | None = None
+    stderr: IO[str] | None = None
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
         self._code: int | None = None
         self._has_ended = threading.Event()
 
@@ -66,6 +72,12 @@ class ForkedProcess:
                     raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return code
 
+    def kill(self) -> None:
+        """Kill it, unless its end has been reported."""
+        if self._code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
     def end(self, code: int) -> None:
         """Note its end, if that is news. The fork server's owner calls it."""
         self._code = code if self._code is None else self._code
@@ -73,19 +85,21 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The owner's end. Thread-safe. Starts importing at once; `start` waits for that."""
+    """The owner's end. Thread-safe. Starts importing at once; `start` waits for that.
 
-    def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
+    module: what runs as the server, and gets the descriptor of its socket and these arguments; by default this module,
+    whose arguments are the modules to import.
+    """
+
+    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], *, module: str = __spec__.name) -> None:
         self._control, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with remote:
-            arguments = [str(remote.fileno()), *modules]
-            self._process = start_child(__spec__.name, arguments, env=env, pass_fds=[remote.fileno()])
+            arguments = [str(remote.fileno()), *arguments]
+            self._process = start_child(module, arguments, env=env, pass_fds=[remote.fileno()])
         self._starting = threading.Lock()
         self._forked: queue.SimpleQueue[ForkedProcess | None] = queue.SimpleQueue()  # None = the server has died
-        self._pipes: tuple[IO[str], IO[str]] | None = None  # of the process that is being forked
         self._children: dict[int, ForkedProcess] = {}
         self._has_imported = threading.Event()
-        self._is_down = False
         threading.Thread(target=self._read, name="fork-server", daemon=True).start()
 
     @property
@@ -96,32 +110,45 @@ class ForkServer:
     @property
     def is_down(self) -> bool:
         """Return whether the server has ended."""
-        return self._is_down
+        return not is_running(self.pid)
+
+    @property
+    def exit_code(self) -> int | None:
+        """Return the exit code of the server, negative for a signal; None while it runs."""
+        return self._process.wait() if self.is_down else None
 
     def start(self, module: str, arguments: Sequence[str], env: Mapping[str, str]) -> ForkedProcess:
         """Run a module as `python -m` does, in a process group of its own, with these additions to the environment.
 
         Raises ForkServerDown.
         """
-        self.wait_imported()
-        message = json.dumps({"module": module, "arguments": list(arguments), "env": dict(env)}).encode()
-        with self._starting, contextlib.ExitStack() as remotes:
+        with contextlib.ExitStack() as remotes:
             ends = [os.pipe() for _ in range(2)]
             stdout, stderr = (os.fdopen(end, errors="replace") for end, _ in ends)
             for _, end in ends:
                 remotes.callback(os.close, end)
-            self._pipes = stdout, stderr
             try:
-                socket.send_fds(self._control, [message], [end for _, end in ends])
+                process = self.fork([end for _, end in ends], module=module, arguments=arguments, env=dict(env))
+            except ForkServerDown:
+                stdout.close()
+                stderr.close()
+                raise
+        process.stdout, process.stderr = stdout, stderr
+        return process
+
+    def fork(self, fds: Sequence[int], **message: Any) -> ForkedProcess:
+        """Fork a process that gets these open files and a message that JSON can hold. Raises ForkServerDown."""
+        self.wait_imported()
+        with self._starting:
+            try:
+                socket.send_fds(self._control, [json.dumps(message).encode()], fds)
                 forked = self._forked.get(timeout=FORK_TIMEOUT_S)
             except (OSError, queue.Empty):
                 self._process.kill()
                 forked = None
-            if forked is None:
-                stdout.close()
-                stderr.close()
-                raise ForkServerDown(f"the fork server (pid {self.pid}) has ended")
-            return forked
+        if forked is None:
+            raise ForkServerDown(f"the fork server (pid {self.pid}) has ended")
+        return forked
 
     def wait_imported(self) -> None:
         """Wait until the modules are imported, or the server has ended. Raises ForkServerDown if it takes too long."""
@@ -146,7 +173,6 @@ class ForkServer:
             while data := self._control.recv(_MAX_BYTES):
                 self._take(**json.loads(data))
         self._process.wait()
-        self._is_down = True
         self._forked.put(None)
         self._has_imported.set()
         for child in self._children.values():
@@ -157,20 +183,17 @@ class ForkServer:
         if has_imported:
             self._has_imported.set()
         elif forked:
-            assert self._pipes is not None
-            self._children[forked] = ForkedProcess(forked, *self._pipes)
+            self._children[forked] = ForkedProcess(forked)
             self._forked.put(self._children[forked])
         else:
             self._children.pop(ended).end(code)
 
 
-def serve(control: socket.socket, modules: Sequence[str]) -> None:
-    """Import the modules, then fork a process for each message and report the ends of processes, until there are none.
+def serve(control: socket.socket, run_child: Callable[..., int]) -> None:
+    """Tell that all is prepared, then fork a process for each message, and report the ends of processes.
 
-    The first message tells that all is imported.
+    run_child: what a process does; it gets the open files and the message, and returns the exit code.
     """
-    for module in modules:
-        importlib.import_module(module)
     gc.collect()
     gc.freeze()  # the children's garbage collections would write to shared pages, and so copy them
     server = os.getpid()
@@ -183,29 +206,35 @@ def serve(control: socket.socket, modules: Sequence[str]) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, _CHILD_SIGNALS)  # its end must not be reported before its begin
         if (pid := os.fork()) == 0:
             control.close()
-            _become(server, fds, **json.loads(message))
+            _become(server, partial(run_child, fds, **json.loads(message)))
         for fd in fds:
             os.close(fd)
         _send(control, forked=pid)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _CHILD_SIGNALS)
 
 
-def _become(server: int, fds: Sequence[int], module: str, arguments: list[str], env: Mapping[str, str]) -> None:
+def _become(server: int, run_child: Callable[[], int]) -> None:
     code = 1
     try:
         os.setpgid(0, 0)  # as for every child: the owner stops it, not the terminal's Ctrl-C
         die_with_parent(server)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _CHILD_SIGNALS)
-        for fd, standard in zip(fds, (1, 2), strict=True):
-            os.dup2(fd, standard)
-            os.close(fd)
-        os.environ.update(env)
-        code = run(module, arguments)
+        code = run_child()
         sys.stdout.flush()
         sys.stderr.flush()
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def _run_module(fds: Sequence[int], module: str, arguments: list[str], env: Mapping[str, str]) -> int:
+    for fd, standard in zip(fds, (1, 2), strict=True):
+        os.dup2(fd, standard)
+        os.close(fd)
+    os.environ.update(env)
+    return run(module, arguments)
 
 
 def _report_ends(control: socket.socket) -> None:
@@ -220,4 +249,6 @@ def _send(control: socket.socket, **message: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    serve(socket.socket(fileno=int(sys.argv[1])), _run_module)

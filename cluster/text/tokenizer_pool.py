@@ -11,11 +11,7 @@ import contextlib
 import logging
 import os
 import pickle
-import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,8 +22,9 @@ import msgpack
 import workers
 from cluster.engine.engine_client import Health
 from cluster.errors import PromptError
+from cluster.system.fork_server import IMPORT_TIMEOUT_S, ForkedProcess, ForkServer, ForkServerDown
 from cluster.text.tokenizer import Conversation, TextLimit, Tokenizer
-from cluster.text.tokenizer_worker import COMMAND, GRAMMAR_STACK_BYTES, LENGTH, READY, JobLimits
+from cluster.text.tokenizer_worker import GRAMMAR_STACK_BYTES, LENGTH, JobLimits
 from secateur.bodies import Structure
 from secateur.errors import SecateurError
 
@@ -38,8 +35,6 @@ MAX_WORKERS = 4
 MAX_WAITING = 512
 MAX_WAITING_BYTES = 64 << 20
 """Limits on the number and the size of jobs that wait for a worker; the pool rejects further ones."""
-LOAD_TIMEOUT_S = 120.0
-"""Time to import transformers and load a tokenizer, from a cold disk at worst."""
 RESTART_S = 1.0
 WATCH_PERIOD_S = 0.2
 STUCK_S = 30.0
@@ -58,89 +53,57 @@ class JobTooCostly(PromptError):
     """The kernel killed the worker because the job exceeded a limit."""
 
 
-class TokenizerForkServer:
-    """The process that loads the tokenizer and forks workers. Thread-safe; it dies with the thread that created it.
+class TokenizerForkServer(ForkServer):
+    """The process that loads the tokenizer and forks workers.
 
     It works offline: the tokenizer must be in the local cache.
     """
 
     def __init__(self, tokenizer: Tokenizer, limits: JobLimits) -> None:
         self.limits = limits
-        self._lock = threading.Lock()
-        self._control, remote = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "cluster.system.child", str(os.getpid())]
-        command += ["cluster.text.tokenizer_worker", str(remote.fileno())]
-        command += [tokenizer.path, tokenizer.revision or "", limits.to_json()]
-        with remote:
-            self._process = subprocess.Popen(
-                command, env=_environment(), stdin=subprocess.DEVNULL, pass_fds=[remote.fileno()], process_group=0
-            )
-
-    @property
-    def pid(self) -> int:
-        """Return the process id of the fork server."""
-        return self._process.pid
-
-    @property
-    def is_running(self) -> bool:
-        """Return whether the process is alive."""
-        return self._process.poll() is None
+        arguments = [tokenizer.path, tokenizer.revision or "", limits.to_json()]
+        super().__init__(arguments, _environment(), module="cluster.text.tokenizer_worker")
 
     def wait_loaded(self) -> None:
         """Wait until the tokenizer is loaded. Raises TokenizerPoolDown."""
-        self._control.settimeout(LOAD_TIMEOUT_S)
         try:
-            if self._control.recv(len(READY)) == READY:
-                self._control.setblocking(False)
-                return
-        except TimeoutError:
-            raise TokenizerPoolDown(f"the tokenizer was not loaded within {LOAD_TIMEOUT_S:.0f} s") from None
-        raise TokenizerPoolDown(f"the process that loads the tokenizer ended with code {self._process.wait()}")
+            self.wait_imported()
+        except ForkServerDown:
+            raise TokenizerPoolDown(f"the tokenizer was not loaded within {IMPORT_TIMEOUT_S:.0f} s") from None
+        if (code := self.exit_code) is not None:
+            raise TokenizerPoolDown(f"the process that loads the tokenizer ended with code {code}")
 
-    def fork(self) -> socket.socket:
-        """Fork a worker and return the service's end of its socket. On failure, kill the process and raise OSError."""
+    def fork_worker(self) -> tuple[ForkedProcess, socket.socket]:
+        """Fork a worker; return it and the service's end of its socket. Raises ForkServerDown."""
         local, remote = socket.socketpair()
-        try:
-            with remote, self._lock:
-                socket.send_fds(self._control, [COMMAND.pack(0)], [remote.fileno()])
-        except OSError:
-            local.close()
-            self._process.kill()
-            raise
-        return local
-
-    def kill(self, pid: int) -> None:
-        """Kill a worker. Its parent does it: the pid cannot be reused before the parent has waited for it."""
-        with contextlib.suppress(OSError), self._lock:  # a dead fork server has no workers
-            self._control.sendall(COMMAND.pack(pid))
-
-    def close(self) -> None:
-        """Kill the process and its workers. May be called twice."""
-        if self.is_running:
-            self._process.send_signal(signal.SIGKILL)  # the kernel kills its workers with it
-            self._process.wait()
-        self._control.close()
+        with remote:
+            try:
+                return self.fork([remote.fileno()]), local
+            except BaseException:
+                local.close()
+                raise
 
 
 class _Worker:
     """The service's handle of one worker."""
 
-    def __init__(self, parent: TokenizerForkServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self,
+        parent: TokenizerForkServer,
+        process: ForkedProcess,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         self.parent = parent
-        self.pid = 0
+        self._process = process
         self._reader = reader
         self._writer = writer
 
     @classmethod
     async def forked(cls, parent: TokenizerForkServer) -> Self:
-        """Fork a worker and wait for its pid. Raises OSError or EOFError if the fork server has died."""
-        worker = cls(parent, *await asyncio.open_unix_connection(sock=parent.fork()))
-        try:
-            (worker.pid,) = COMMAND.unpack(await worker._receive())
-        except BaseException:
-            worker._writer.transport.abort()
-            raise
-        return worker
+        """Fork a worker. Raises ForkServerDown."""
+        process, local = await asyncio.to_thread(parent.fork_worker)
+        return cls(parent, process, *await asyncio.open_unix_connection(sock=local))
 
     @property
     def has_ended(self) -> bool:
@@ -150,23 +113,19 @@ class _Worker:
         """Run a job and return the reply. Raises OSError or EOFError if the worker dies."""
         self._writer.write(LENGTH.pack(len(job)) + job)
         await self._writer.drain()
-        return msgpack.unpackb(await self._receive(), unicode_errors="surrogatepass")
+        (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        return msgpack.unpackb(await self._reader.readexactly(size), unicode_errors="surrogatepass")
 
     def kill(self) -> None:
         self._writer.transport.abort()
-        self.parent.kill(self.pid)
-
-    async def _receive(self) -> bytes:
-        (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        return await self._reader.readexactly(size)
+        self._process.kill()
 
 
 class TokenizerPool:
     """Runs a tokenizer's slow methods in workers. An async context manager: it starts the workers; then await `ready`.
 
-    The methods raise PromptError, TokenizerPoolFull and TokenizerPoolDown; cancelling one kills its worker. Start the
-    pool in a thread that lives as long as the service, because the processes die with that thread. A running fork
-    server may be passed as `parent`; the pool does not close it.
+    The methods raise PromptError, TokenizerPoolFull and TokenizerPoolDown; cancelling one kills its worker. A running
+    fork server may be passed as `parent`; the pool does not close it.
     """
 
     def __init__(
@@ -190,7 +149,7 @@ class TokenizerPool:
         self._down = "they are starting"
         self._starting: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._forking: set[asyncio.Task[None]] = set()
 
     @property
     def pids(self) -> list[int]:
@@ -221,19 +180,20 @@ class TokenizerPool:
     async def close(self) -> None:
         """Stop the processes. May be called twice."""
         self._down = "the service is shutting down"
-        tasks = [*self._tasks, *filter(None, [self._starting, self._watcher])]
+        parent, self._parent = self._parent, None
+        tasks = [*filter(None, [self._starting, self._watcher])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if parent is not None and parent is not self._borrowed:
+            parent.close()
+        await asyncio.gather(*self._forking)
         while not self._idle.empty():
             self._idle.get_nowait().kill()
-        if self._parent is not None and self._parent is not self._borrowed:
-            self._parent.close()
-        self._parent = None
 
     def health(self) -> Health:
         """Check that the processes run and that jobs end."""
-        if self._parent is None or not self._parent.is_running:
+        if self._parent is None or self._parent.is_down:
             return Health(False, f"the tokenizing workers do not run: {self._down}")
         silent_s = time.monotonic() - self._last_end
         if self._num_unfinished and silent_s > self._stuck_s:
@@ -278,7 +238,7 @@ class TokenizerPool:
             reply = await worker.run(job)
         except (OSError, EOFError):
             self._replace(worker)
-            if not worker.parent.is_running:
+            if worker.parent.is_down:
                 raise TokenizerPoolDown("the tokenizing workers were lost; try again") from None
             if method == "grammar":
                 message = f"{param}: {self._grammar_too_costly()}"
@@ -327,19 +287,23 @@ class TokenizerPool:
     def _replace(self, worker: _Worker) -> None:
         worker.kill()
         if worker.parent is self._parent:
-            task = asyncio.create_task(self._add_worker(worker.parent))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._fork_worker(worker.parent)
+
+    def _fork_worker(self, parent: TokenizerForkServer) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._add_worker(parent))
+        self._forking.add(task)
+        task.add_done_callback(self._forking.discard)
+        return task
 
     async def _add_worker(self, parent: TokenizerForkServer) -> None:
-        with contextlib.suppress(OSError, EOFError):  # the fork server has died; the next one forks its own workers
+        with contextlib.suppress(OSError, ForkServerDown):  # the fork server has died; the next one forks its own workers
             self._idle.put_nowait(await _Worker.forked(parent))
 
     async def _watch(self) -> None:
         """Restart the fork server whenever it has died."""
         while True:
             await asyncio.sleep(WATCH_PERIOD_S)
-            if self._parent is not None and self._parent.is_running:
+            if self._parent is not None and not self._parent.is_down:
                 continue
             logger.error("the tokenizing workers were lost and are started again")
             try:
@@ -355,10 +319,9 @@ class TokenizerPool:
             self._parent.close()
         while not self._idle.empty():  # workers of the dead fork server
             self._idle.get_nowait().kill()
-        if self._borrowed is not None and self._borrowed.is_running:
+        if self._borrowed is not None and not self._borrowed.is_down:
             parent = self._borrowed
         else:
-            # Start it in this thread, not in an executor: the kernel kills a child when its parent thread ends.
             parent = TokenizerForkServer(self._tokenizer, self._limits)
             try:
                 await asyncio.to_thread(parent.wait_loaded)
@@ -366,8 +329,8 @@ class TokenizerPool:
                 parent.close()
                 raise
         self._parent, self._down = parent, "they were lost"
-        for _ in range(self._num_workers):
-            await self._add_worker(parent)
+        forking = [self._fork_worker(parent) for _ in range(self._num_workers)]
+        await asyncio.shield(asyncio.gather(*forking))
         self._last_end = time.monotonic()
 
     def _too_costly(self) -> str:

@@ -9,7 +9,6 @@ Killing a worker is the only way to stop any job, since a thread in Jinja or in 
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -29,18 +28,15 @@ from typing import Any
 import msgpack
 
 from cluster.errors import PromptError
-from cluster.system.child import die_with_parent
+from cluster.system.fork_server import serve
 from cluster.text.tokenizer import Conversation, TextLimit, Tokenizer
 from secateur.bodies import Structure
 from workers.sampling.grammar import ONE_OF, GrammarError, TokenTable, grammar_text
 
 logger = logging.getLogger(__name__)
 
-COMMAND = struct.Struct("<i")
-"""From the service to the fork server: the pid of a worker to kill, or 0 and a socket for a new worker."""
 LENGTH = struct.Struct("<I")
 """Precedes every frame between the service and a worker."""
-READY = b"ready"
 GRAMMAR_STACK_BYTES = 2 << 20
 """A quarter of what the ranks have: a grammar that compiles here does not overflow their stacks."""
 
@@ -68,46 +64,23 @@ class JobLimits:
         return cls(**json.loads(text))
 
 
-def main(fd: int, path: str, revision: str | None, limits: JobLimits) -> None:
-    """Run the fork server: load the tokenizer, send READY, then fork and kill workers until the socket closes."""
-    control = socket.socket(fileno=fd)
+def main(control: socket.socket, path: str, revision: str | None, limits: JobLimits) -> None:
+    """Run the fork server: load the tokenizer, then fork workers until the socket closes."""
     tokenizer = Tokenizer(path, revision=revision)
     with contextlib.suppress(PromptError):
         # This compiles the template, once for all workers.
         tokenizer.render(Conversation([{"role": "user", "content": "a"}]))
-    gc.collect()
-    gc.freeze()  # the workers' garbage collections would write to shared pages, and so copy them
-    control.sendall(READY)
-    parent, children = os.getpid(), set[int]()
-    while True:
-        command, fds, _, _ = socket.recv_fds(control, COMMAND.size, 1)
-        if not command:
-            return
-        children -= {child for child in children if os.waitpid(child, os.WNOHANG) != (0, 0)}  # have exited
-        (pid,) = COMMAND.unpack(command)
-        if pid in children:  # not yet waited for, so the kernel has not reused the pid
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            children.remove(pid)
-        elif fds:
-            if (child := os.fork()) == 0:
-                control.close()
-                _worker(socket.socket(fileno=fds[0]), tokenizer, limits, parent)
-                os._exit(0)
-            os.close(fds[0])
-            children.add(child)
+    serve(control, lambda fds: _work(socket.socket(fileno=fds[0]), _Jobs(tokenizer, limits), limits.memory_bytes))
 
 
-def _worker(service: socket.socket, tokenizer: Tokenizer, limits: JobLimits, parent: int) -> None:
-    """Run a worker: one job after the other, until the service closes the socket or the job exceeds a limit."""
-    die_with_parent(parent)
-    max_bytes = _address_space() + limits.memory_bytes
+def _work(service: socket.socket, jobs: _Jobs, memory_bytes: int) -> int:
+    """Run one job after the other, until the service closes the socket or a job exceeds a limit."""
+    max_bytes = _address_space() + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # an allocation that fails in Rust aborts the process
-    jobs = _Jobs(tokenizer, limits)
-    send_frame(service, COMMAND.pack(os.getpid()))
     while (frame := receive_frame(service)) is not None:
         send_frame(service, msgpack.packb(_reply(jobs, frame), unicode_errors="surrogatepass"))
+    return 0
 
 
 def _reply(jobs: _Jobs, frame: bytes) -> dict[str, Any]:
@@ -227,4 +200,4 @@ def _hide(package: str) -> None:
 if __name__ == "__main__":
     _hide("torch")
     _fd, _path, _revision, _limits = sys.argv[1:]
-    main(int(_fd), _path, _revision or None, JobLimits.from_json(_limits))
+    main(socket.socket(fileno=int(_fd)), _path, _revision or None, JobLimits.from_json(_limits))

@@ -116,7 +116,7 @@ _parents: dict[str, TokenizerForkServer] = {}
 
 
 def tokenizer_parent(tokenizer: Tokenizer) -> TokenizerForkServer:
-    """Return the tokenizer process of all services, because loading takes seconds. It ends with the main thread."""
+    """Return the tokenizer process of all services, because loading takes seconds. It ends with this one."""
     if tokenizer.path not in _parents:
         _parents[tokenizer.path] = TokenizerForkServer(tokenizer, JobLimits())
         _parents[tokenizer.path].wait_loaded()

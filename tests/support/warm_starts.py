@@ -43,21 +43,6 @@ def _key(module: str, env: Mapping[str, str]) -> tuple[str, frozenset[tuple[str,
     return module, frozenset(item for item in env.items() if item[0].startswith(_READ_BY_IMPORTS))
 
 
-class _Forked(ForkedProcess):
-    """The part of subprocess.Popen's interface that the starters of these processes need."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__(pid, sys.stdout, sys.stderr)
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
 class _Zygote:
     """The owner's end of the process that imports and forks."""
 
@@ -67,8 +52,8 @@ class _Zygote:
             arguments = [str(remote.fileno()), module]
             self._process = start_child(__name__, arguments, env=dict(env), pass_fds=[remote.fileno()])
         self._starting = threading.Lock()
-        self._forked: queue.SimpleQueue[_Forked] = queue.SimpleQueue()
-        self._children: dict[int, _Forked] = {}
+        self._forked: queue.SimpleQueue[ForkedProcess] = queue.SimpleQueue()
+        self._children: dict[int, ForkedProcess] = {}
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -76,7 +61,7 @@ class _Zygote:
     def is_down(self) -> bool:
         return self._process.poll() is not None
 
-    def fork(self, arguments: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int]) -> _Forked:
+    def fork(self, arguments: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int]) -> ForkedProcess:
         message = {"arguments": list(arguments), "env": dict(env), "cwd": os.getcwd(), "fds": [1, 2, *pass_fds]}
         with self._starting:
             socket.send_fds(self._control, [json.dumps(message).encode()], [1, 2, *pass_fds])
@@ -93,7 +78,7 @@ class _Zygote:
             while data := self._control.recv(_MAX_BYTES):
                 message = json.loads(data)
                 if "forked" in message:
-                    child = self._children[message["forked"]] = _Forked(message["forked"])
+                    child = self._children[message["forked"]] = ForkedProcess(message["forked"])
                     self._forked.put(child)
                 else:
                     self._children.pop(message["ended"]).end(message["code"])
@@ -122,10 +107,7 @@ def warm_starts() -> Iterator[None]:
 
     stand_in = SimpleNamespace(**vars(subprocess) | {"Popen": popen})
     try:
-        with (
-            mock.patch.object(cluster.system.child, "subprocess", stand_in),
-            mock.patch.object(cluster.text.tokenizer_pool, "subprocess", stand_in),
-        ):
+        with mock.patch.object(cluster.system.child, "subprocess", stand_in):
             yield
     finally:
         for zygote in zygotes.values():
