@@ -39,6 +39,7 @@ FORK_TIMEOUT_S = 20.0
 REPORT_S = 1.0
 """Time to report the end of a process, after which the process counts as killed."""
 _MAX_BYTES = 1 << 17  # of a message, which Linux takes whole (SOCK_SEQPACKET); no longer than an argument of a command
+_MAX_FILES = 16
 _CHILD_SIGNALS = {signal.SIGCHLD}
 
 
@@ -200,7 +201,7 @@ def serve(control: socket.socket, run_child: Callable[..., int]) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: _report_ends(control))
     _send(control, has_imported=True)
     while True:
-        message, fds, _, _ = socket.recv_fds(control, _MAX_BYTES, 2)
+        message, fds, _, _ = socket.recv_fds(control, _MAX_BYTES, _MAX_FILES)
         if not message:
             return
         signal.pthread_sigmask(signal.SIG_BLOCK, _CHILD_SIGNALS)  # its end must not be reported before its begin

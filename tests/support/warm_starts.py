@@ -10,29 +10,22 @@ their own, and die with this process. What has an environment that imports could
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
-import json
 import os
-import queue
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from cluster.system.child import die_with_parent, run, start_child
-from cluster.system.fork_server import ForkedProcess
+from cluster.system.child import run
+from cluster.system.fork_server import ForkServer, serve
 
-_FORK_TIMEOUT_S = 120.0  # with the imports, on a busy machine
-_MAX_BYTES = 1 << 18
-_CHILD_SIGNALS = {signal.SIGCHLD}
 _READ_BY_IMPORTS = ("CUDA", "GLIBC", "HF_", "HOME", "LD_", "MALLOC", "MKL", "OMP", "OPENBLAS", "PYTHON", "THP", "TOKEN")
 _READ_BY_IMPORTS += ("TRANSFORMERS", "TRITON", "XDG")
 """Beginnings of the environment's variables that the imported modules or the C library read."""
@@ -41,47 +34,6 @@ _RANKS, _TOKENIZERS = "cluster.system.fork_server", "cluster.text.tokenizer_work
 
 def _key(module: str, env: Mapping[str, str]) -> tuple[str, frozenset[tuple[str, str]]]:
     return module, frozenset(item for item in env.items() if item[0].startswith(_READ_BY_IMPORTS))
-
-
-class _Zygote:
-    """The owner's end of the process that imports and forks."""
-
-    def __init__(self, module: str, env: Mapping[str, str]) -> None:
-        self._control, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with remote:
-            arguments = [str(remote.fileno()), module]
-            self._process = start_child(__name__, arguments, env=dict(env), pass_fds=[remote.fileno()])
-        self._starting = threading.Lock()
-        self._forked: queue.SimpleQueue[ForkedProcess] = queue.SimpleQueue()
-        self._children: dict[int, ForkedProcess] = {}
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    @property
-    def is_down(self) -> bool:
-        return self._process.poll() is not None
-
-    def fork(self, arguments: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int]) -> ForkedProcess:
-        message = {"arguments": list(arguments), "env": dict(env), "cwd": os.getcwd(), "fds": [1, 2, *pass_fds]}
-        with self._starting:
-            socket.send_fds(self._control, [json.dumps(message).encode()], [1, 2, *pass_fds])
-            return self._forked.get(timeout=_FORK_TIMEOUT_S)
-
-    def close(self) -> None:
-        self._process.kill()  # the kernel kills its forks with it
-        self._process.wait()
-        self._reader.join()
-        self._control.close()
-
-    def _read(self) -> None:
-        with contextlib.suppress(OSError):
-            while data := self._control.recv(_MAX_BYTES):
-                message = json.loads(data)
-                if "forked" in message:
-                    child = self._children[message["forked"]] = ForkedProcess(message["forked"])
-                    self._forked.put(child)
-                else:
-                    self._children.pop(message["ended"]).end(message["code"])
 
 
 @contextlib.contextmanager
@@ -95,45 +47,27 @@ def warm_starts() -> Iterator[None]:
 
     ranks = os.environ | worker_env(EngineConfig(model_path="")) | {"PYTHONPATH": python_path()} | ONE_THREAD
     tokenizers = cluster.text.tokenizer_pool._environment()
-    zygotes = {_key(module, env): _Zygote(module, env) for module, env in ((_RANKS, ranks), (_TOKENIZERS, tokenizers))}
+    servers = {
+        _key(module, env): ForkServer([module], env, module=__name__)
+        for module, env in ((_RANKS, ranks), (_TOKENIZERS, tokenizers))
+    }
 
     def popen(command: Any, **options: Any) -> Any:
         env = options.get("env") or os.environ
         if command[:4] != [sys.executable, "-P", "-m", "cluster.system.child"] or {"stdout", "stderr"} & options.keys():
             return subprocess.Popen(command, **options)
-        if (zygote := zygotes.get(_key(command[5], env))) is None or zygote.is_down:
+        if (server := servers.get(_key(command[5], env))) is None or server.is_down:
             return subprocess.Popen(command, **options)
-        return zygote.fork(command[6:], env, options.get("pass_fds", ()))
+        fds = [1, 2, *options.get("pass_fds", ())]
+        return server.fork(fds, numbers=fds, arguments=command[6:], env=dict(env), cwd=os.getcwd())
 
     stand_in = SimpleNamespace(**vars(subprocess) | {"Popen": popen})
     try:
         with mock.patch.object(cluster.system.child, "subprocess", stand_in):
             yield
     finally:
-        for zygote in zygotes.values():
-            zygote.close()
-
-
-def main(control: socket.socket, module: str) -> None:
-    """Import what the module needs, then fork a process that runs it for each message, and report the ends."""
-    _import_for(module)
-    gc.collect()
-    gc.freeze()
-    me = os.getpid()
-    signal.signal(signal.SIGCHLD, lambda *_: _report_ends(control))
-    while True:
-        data, fds, _, _ = socket.recv_fds(control, _MAX_BYTES, 16)
-        if not data:
-            return
-        message = json.loads(data)
-        signal.pthread_sigmask(signal.SIG_BLOCK, _CHILD_SIGNALS)  # its end must not be reported before its begin
-        if (pid := os.fork()) == 0:
-            control.close()
-            _become(me, fds, message["fds"], module, message["arguments"], message["env"], message["cwd"])
-        for fd in fds:
-            os.close(fd)
-        control.send(json.dumps({"forked": pid}).encode())
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _CHILD_SIGNALS)
+        for server in servers.values():
+            server.close()
 
 
 def _import_for(module: str) -> None:
@@ -156,36 +90,20 @@ def _import_for(module: str) -> None:
 
 
 def _become(
-    parent: int, fds: list[int], numbers: list[int], module: str, arguments: list[str], env: dict[str, str], cwd: str
-) -> None:
-    code = 1
-    try:
-        os.setpgid(0, 0)
-        die_with_parent(parent)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _CHILD_SIGNALS)
-        high = [os.dup(fd) if fd in numbers else fd for fd in fds]
-        while any(fd in numbers for fd in high):
-            high = [os.dup(fd) if fd in numbers else fd for fd in high]
-        for fd, number in zip(high, numbers, strict=True):
-            os.dup2(fd, number)
-        os.environ.clear()
-        os.environ.update(env)
-        os.chdir(cwd)
-        tempfile.tempdir = None
-        code = run(module, arguments)
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
-
-
-def _report_ends(control: socket.socket) -> None:
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
-            pid, status = ended
-            control.send(json.dumps({"ended": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
+    module: str, fds: list[int], numbers: list[int], arguments: list[str], env: dict[str, str], cwd: str
+) -> int:
+    high = [os.dup(fd) if fd in numbers else fd for fd in fds]
+    while any(fd in numbers for fd in high):
+        high = [os.dup(fd) if fd in numbers else fd for fd in high]
+    for fd, number in zip(high, numbers, strict=True):
+        os.dup2(fd, number)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    tempfile.tempdir = None
+    return run(module, arguments)
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    _import_for(sys.argv[2])
+    serve(socket.socket(fileno=int(sys.argv[1])), partial(_become, sys.argv[2]))
