@@ -141,11 +141,24 @@ def test_a_request_that_has_waited_too_long_is_refused_and_never_run(own: Own, p
     wait_for(lambda: running.engine.aborted == [submit.id for submit in running.engine.submitted] != [])
 
 
-def test_an_answer_that_has_begun_is_finished_however_long_it_takes(own: Own) -> None:
-    running = own(script=lambda submit: [[5]] * 8, engine={"step_s": 0.5})
-    for stream in (False, True):
-        answer = post(running, max_tokens=8, first_token_timeout_s=3, stream=stream)
-        assert answer.status_code == 200 and "error" not in answer.text
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_has_begun_is_finished_however_long_it_takes(own: Own, path: str, stream: bool) -> None:
+    """The service's clock is set forward behind each token that has come."""
+    seconds = [0.0]
+
+    def pass_time() -> None:
+        labels = {"model_name": "fake-model", "replica": "fake-replica"}
+        metrics = running.service.metrics.registry
+        wait_for(lambda: metrics.get_sample_value("secateur_generation_tokens_total", labels) == len(seconds) - 1)
+        seconds.append(100.0 * (len(seconds) > 1))
+
+    running = own(script=lambda submit: [[5]] * 4, engine={"before_step": pass_time})
+    now = running.loop.time
+    running.loop.time = lambda: now() + sum(seconds)  # type: ignore[method-assign]  # it ends with the service
+    answer = post(running, path, first_token_timeout_s=50, stream=stream)
+    assert answer.status_code == 200 and '"error":{' not in answer.text.replace(" ", "")
+    assert sum(seconds) == 300
 
 
 def test_a_request_whose_time_passed_while_it_was_tokenized_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,13 @@ import openai.types
 import pytest
 from starlette import formparsers
 
-from cluster.batches import batches, input_lines, runner
+from cluster.batches import input_lines, runner
 from cluster.http import limits, uploads
 from secateur.api_keys import ApiKey
 from secateur.batches_api import BatchObject
+from tests.support.fake_engine import Script
 from tests.support.fake_service import ANSWER, FakeService, error_of, fake_service, wait_for
+from workers.comm.ipc import Submit
 
 Own = Callable[..., FakeService]
 COMPLETIONS = "/v1/completions"
@@ -49,8 +51,8 @@ def create(http: httpx2.Client, content: bytes, endpoint: str = COMPLETIONS, **m
     return response.json()
 
 
-def ended(http: httpx2.Client, id: str, timeout_s: float = 20.0) -> dict[str, Any]:
-    deadline = time.monotonic() + timeout_s
+def ended(http: httpx2.Client, id: str) -> dict[str, Any]:
+    deadline = time.monotonic() + 60
     while (batch := http.get(f"/v1/batches/{id}").raise_for_status().json())["status"] not in ENDED:
         assert time.monotonic() < deadline, batch
         time.sleep(0.02)
@@ -162,7 +164,7 @@ def test_a_line_of_16_mib_is_answered_however_its_numbers_are_written(api: httpx
     begin, end = jsonl(line("a", prompt="a", max_tokens=3)).removesuffix(b"}}\n") + b',"x":[', b"1]}}"
     numbers = b"1e15," * ((input_lines.MAX_LINE_BYTES - len(begin) - len(end)) // 5)
     text = begin + numbers + end
-    batch = ended(api, create(api, text + b" " * (input_lines.MAX_LINE_BYTES - len(text)) + b"\n")["id"], 60)
+    batch = ended(api, create(api, text + b" " * (input_lines.MAX_LINE_BYTES - len(text)) + b"\n")["id"])
     assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}, batch["errors"]
 
 
@@ -450,14 +452,18 @@ def test_files_and_batches_belong_to_their_key(own: Own, tmp_path: Path, keys: t
         assert mine.get("/v1/files", headers={"Authorization": f"bearer  {keys[0]}".encode()}).json()["data"]
 
 
-def test_a_cancelled_batch_keeps_its_answers(own: Own, tmp_path: Path) -> None:
-    running = own(batch_dir=tmp_path)
+def test_a_cancelled_batch_keeps_its_answers(own: Own, tmp_path: Path, script: Script) -> None:
+    def hold(submit: Submit) -> list[list[int]]:
+        if len(running.engine.submitted) == 10:
+            running.engine.hold.set()
+        return script(submit)
+
+    running = own(batch_dir=tmp_path, script=hold)
     with running.http() as http:
         ids = [f"r{n}" for n in range(200)]
         batch = create(http, jsonl(*[line(id, prompt="a") for id in ids]))
         wait_for(lambda: http.get(f"/v1/batches/{batch['id']}").json()["request_counts"]["completed"] > 5)
-        running.engine.hold.set()
-        wait_for(lambda: running.client.num_pending > 0)
+        wait_for(running.engine.hold.is_set)
         held = http.delete(f"/v1/files/{batch['input_file_id']}")
         assert (held.status_code, error_of(held)["code"]) == (409, "file_in_use") and batch["id"] in held.text
         cancelling = http.post(f"/v1/batches/{batch['id']}/cancel").raise_for_status().json()
@@ -475,8 +481,7 @@ def test_a_cancelled_batch_keeps_its_answers(own: Own, tmp_path: Path) -> None:
         assert http.delete(f"/v1/files/{batch['input_file_id']}").status_code == 200
 
 
-def test_a_batch_expires(own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "LEASE_S", 1.0)
+def test_a_batch_expires(own: Own, tmp_path: Path) -> None:
     running = own(batch_dir=tmp_path)
     with running.http() as http:
         running.engine.hold.set()
@@ -527,16 +532,13 @@ def test_interactive_requests_find_room_beside_a_batch(own: Own, tmp_path: Path)
 def test_too_many_requests_are_tried_again_and_not_recorded(own: Own, tmp_path: Path) -> None:
     running = own(batch_dir=tmp_path, max_pending=1)
     with running.http() as http:
-        batch = ended(http, create(http, jsonl(*[line(str(n)) for n in range(12)]))["id"], 60)
+        batch = ended(http, create(http, jsonl(*[line(str(n)) for n in range(12)]))["id"])
         assert batch["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
         rejected = [each for each in http.get("/metrics").text.splitlines() if "requests_rejected_total{" in each]
         assert [each.split()[-1] for each in rejected] == ["0.0"]
 
 
-def test_what_an_engine_was_lost_with_is_answered_by_another_service_exactly_once(
-    own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(batches, "LEASE_S", 1.0)
+def test_what_an_engine_was_lost_with_is_answered_by_another_service_exactly_once(own: Own, tmp_path: Path) -> None:
     dying, other = own(batch_dir=tmp_path), own(batch_dir=tmp_path)
     dying.engine.hold.set()
     other.engine.hold.set()
@@ -598,11 +600,16 @@ def test_a_batch_whose_input_cannot_be_read_again_fails(own: Own, tmp_path: Path
 
 
 def test_a_service_that_stops_leaves_its_work_to_the_next(
-    own: Own, tmp_path: Path, tokenizer: Any, script: Any
+    own: Own, tmp_path: Path, tokenizer: Any, script: Script
 ) -> None:
+    def hold(submit: Submit) -> list[list[int]]:
+        if len(first.engine.submitted) == 10:
+            first.engine.hold.set()
+        return script(submit)
+
     folder = tmp_path / "batches"
     (tmp_path / "a").mkdir()
-    with fake_service(tokenizer, tmp_path / "a", script, batch_dir=folder) as first, first.http() as http:
+    with fake_service(tokenizer, tmp_path / "a", hold, batch_dir=folder) as first, first.http() as http:
         batch = create(http, jsonl(*[line(str(n)) for n in range(300)]))
         wait_for(lambda: http.get(f"/v1/batches/{batch['id']}").json()["request_counts"]["completed"] > 5)
     with sqlite3.connect(folder / "batches.sqlite3") as database:

@@ -228,7 +228,7 @@ def test_a_model_may_have_several_names_of_which_answers_have_the_first(
         id = http.post("/v1/files", data={"purpose": "batch"}, files=file).json()["id"]
         asked = {"input_file_id": id, "endpoint": "/v1/completions", "completion_window": "24h"}
         batch = http.post("/v1/batches", json=asked).json()["id"]
-        wait_for(lambda: http.get(f"/v1/batches/{batch}").json()["status"] in ("completed", "failed"), 20)
+        wait_for(lambda: http.get(f"/v1/batches/{batch}").json()["status"] in ("completed", "failed"))
         assert http.get(f"/v1/batches/{batch}").json()["request_counts"]["completed"] == 1
 
 

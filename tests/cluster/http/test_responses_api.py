@@ -666,7 +666,7 @@ def test_fields_without_effect_are_named(http: httpx2.Client) -> None:
 
 
 def test_an_engine_that_fails_ends_the_events_with_the_reason(own: Callable[..., FakeService]) -> None:
-    running = own(script=lambda submit: [[300]] * 50, engine={"step_s": 0.05})
+    running = own(script=lambda submit: [[300]] * 1000, engine={"step_s": 0.05})
     with running.http() as http, http.stream("POST", PATH, json={"input": "a", "stream": True}) as response:
         lines = response.iter_lines()
         next(lines)
