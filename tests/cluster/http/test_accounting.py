@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import MagicMock, call
 
 import pytest
 
 import secateur
+from cluster.observe import answer_record
+from cluster.observe.answer_record import AnswerRecord
 from cluster.observe.metrics import Metrics, RequestTimes, descriptions
 from cluster.openai.openai_format import total_usage
 from cluster.openai.output_processor import Generation
 from cluster.text.tokenizer import Tokenizer
+from tests.support.fake_engine import StandingClock
 from workers.comm.ipc import EngineStats, RequestStats, Submit, TokenChunk
 from workers.settings import Constraints, SamplingSettings
 
@@ -85,6 +89,52 @@ def test_the_time_per_output_token_is_that_of_the_tokens_behind_the_first(
         for reason in ("stop", "length", "abort", "error")
     }
     assert ended == {"stop": 0, "length": 1, "abort": 0, "error": 0}
+
+
+@pytest.mark.parametrize(
+    ("steps", "times", "gaps"),
+    [
+        (None, RequestTimes(end=4.0), []),
+        ([], RequestTimes(submitted=1.0, end=5.0), []),
+        ([[]], RequestTimes(submitted=1.0, scheduled=1.5, end=7.0), []),
+        ([[5]], RequestTimes(submitted=1.0, scheduled=1.5, first_token=3.0, last_token=3.0, end=7.0), [None]),
+        (
+            [[], [5, 6], [7, 8], []],
+            RequestTimes(submitted=1.0, scheduled=1.5, first_token=5.0, last_token=7.0, end=13.0),
+            [None, None, 2.0, None],
+        ),
+    ],
+)
+def test_an_answer_s_times_are_those_of_its_steps(
+    monkeypatch: pytest.MonkeyPatch, steps: list[list[int]] | None, times: RequestTimes, gaps: list[float | None]
+) -> None:
+    """Each token is returned alone, as where a stream goes on in the middle of a step."""
+    monkeypatch.setattr(answer_record, "time", clock := StandingClock())
+    metrics, trace = MagicMock(), MagicMock()
+    submit = Submit(id=1, prompt=[1, 2], max_tokens=9)
+    record = AnswerRecord(submit, "mine", clock.now, metrics, trace=trace)
+    if steps is not None:
+        clock.now += 1
+        record.submitted(pays_for_prompt=True)
+    for tokens in steps or ():
+        clock.now += 2
+        record.arrived(TokenChunk(id=1, tokens=tokens, queued_s=0.5))
+        for _ in tokens:
+            record.returned(1, 0, None, is_copied=False)
+    clock.now += 4
+    for reason in ("error", "abort"):
+        record.ended(reason)
+    lengths = {"prompt_tokens": 2, "generation_tokens": len(gaps), "max_tokens": 9}
+    assert metrics.observe_finished.call_args_list == [call("error", times, **lengths)]
+    assert [each.kwargs["gap_s"] for each in metrics.observe_tokens.call_args_list] == gaps
+    assert metrics.observe_queued.call_args_list == [call(0.5)] * bool(steps)
+    attributes = {
+        "gen_ai.request.id": "mine",
+        "gen_ai.request.max_tokens": 9,
+        "gen_ai.usage.input_tokens": 2,
+        "gen_ai.usage.output_tokens": len(gaps),
+    }
+    assert trace.record.call_args_list == [call("error", times, attributes)]
 
 
 def test_metrics_are_described_as_they_are_exported(metrics: Metrics) -> None:
