@@ -8,6 +8,7 @@ There is one table per part:
     calls      launches, copies and replays that the host makes in a step, on the simulated device
     bytes      what a forward's attention plan sends to the device, on the simulated device
     host       thread CPU time of the host's code in a step; the models' own time is left out
+    engine     thread CPU time of the engine's stages for up to 256 requests, beside simulated models
     buckets    the share of steps that are replayed from a graph, in simulated traffic
     cuts       the launches that find the threshold of top-k and top-p, and the programs of each
     kernels    registers, spills, shared memory and instructions of every Triton kernel, compiled ahead of time
@@ -20,11 +21,12 @@ from __future__ import annotations
 import gc
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,9 +38,11 @@ from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+import verifier.engine
 from bench.harness import command, parser
 from cluster.bench.report import reporting
 from drafter.drafter import Drafter
@@ -49,21 +53,25 @@ from secateur.cli.bench import say
 from tests.support import checkpoints
 from tests.support.engine_here import Pair, engine_here
 from tests.support.engines import BUNDLED, DYNAMIC, bundled
+from tests.support.fakes import Counting, FakeTarget
 from tests.support.simulated_cuda import SimulatedCuda, simulated_cuda
 from verifier.adaptive.cost_model import RowCosts
+from verifier.engine import Engine
+from verifier.hidden_states import HiddenStatePool, max_buffered_states
 from workers.comm import wire
 from workers.comm.channel import Received
-from workers.comm.ipc import Submit
+from workers.comm.ipc import FrameSocket, Submit
 from workers.comm.wire import Kind
 from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.cuda_graphs import Size, decoder_graphs, fitting, sizes
 from workers.kernels import fused, pointwise
 from workers.models.readers import read_spec
 from workers.settings import Constraints, SamplingSettings
-from workers.types import AttentionMetadata, DraftReply, DraftRequest, TargetStep
+from workers.types import AttentionMetadata, DraftReply, DraftRequest, TargetStep, TreeBatch
 
-PARTS = ("launches", "calls", "bytes", "host", "buckets", "cuts", "kernels")
+PARTS = ("launches", "calls", "bytes", "host", "engine", "buckets", "cuts", "kernels")
 BATCHES = (1, 8, 32)
+MANY = (1, 32, 64, 128, 256)
 NUM_STEPS, WARM_UP, NUM_ROUNDS = 50, 20, 5
 AUTO = replace(
     DYNAMIC, prune=PruneConfig(auto=True, prompt_lookup=False, simulated_costs=SimulatedCosts(step_ms=10, row_ms=0.01))
@@ -371,6 +379,150 @@ def _chains(num_requests: int, num_nodes: int) -> Tensor:
     return fields.repeat(num_requests, 1, 1)
 
 
+# ---- the engine's stages
+
+
+TREE_OF_8 = TreeBatch(
+    offsets=torch.tensor([0, 9], dtype=torch.int32),
+    token_N=10 + torch.arange(9, dtype=torch.int32),
+    parent_N=torch.tensor([-1, 0, 0, 1, 1, 2, 3, 3, 6], dtype=torch.int32),
+    depth_N=torch.tensor([0, 1, 1, 2, 2, 2, 3, 3, 4], dtype=torch.int32),
+    ancestors_N=torch.tensor([1, 3, 5, 11, 19, 37, 75, 139, 331]),
+    kind_N=torch.tensor([0, *[2] * 8], dtype=torch.uint8),
+    weight_N=torch.ones(9),
+)
+FIRST_CHILD = np.array([1, 3, 5, 6, 0, 0, 8, 0, 0])
+"""Of each of its rows; 0 for a leaf."""
+
+
+class SimulatedTarget(FakeTarget):
+    """Draws the token of a row's first child in two of three rows, and none of any child in the others."""
+
+    def run(self, step: TargetStep, number: int, while_waiting: Callable[[], None] = lambda: None) -> list[int]:
+        while_waiting()
+        self.steps = [step]
+        begins = step.attention.query_offsets[step.request_R.numpy()]
+        child_R = FIRST_CHILD[np.minimum(step.sample_row_R.numpy() - begins, 8)]
+        is_child_R = (child_R > 0) & (np.random.default_rng(number).random(len(child_R)) < 2 / 3)
+        drawn: list[int] = np.where(is_child_R, 10 + child_R, 1).tolist()
+        return drawn
+
+
+class SimulatedDrafter:
+    """Replies with the same tree for every request that wants one."""
+
+    def send(self, message: DraftRequest, step: int) -> None:
+        self._count = int((message.num_nodes_B > 0).sum())
+
+    def receive(self) -> Received:
+        return Received(Kind.DRAFT_REPLY, 0, _reply(self._count))
+
+    def heartbeat(self, step: int) -> None: ...
+
+
+@cache
+def _reply(count: int) -> DraftReply:
+    columns = {name: getattr(TREE_OF_8, name).repeat(count) for name in TreeBatch.__slots__ if name != "offsets"}
+    return DraftReply(
+        trees=TreeBatch(offsets=9 * torch.arange(count + 1, dtype=torch.int32), **columns),
+        probs=None,
+        pruned_GD=torch.zeros(count, 4, dtype=torch.int32),
+        num_levels=5,
+        num_run=9 * count,
+        seconds=0.0,
+    )
+
+
+class StageClock:
+    """Thread CPU time of functions, by stage; that of a stage inside another one counts once."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._open = ["the rest"]
+        self._since = time.thread_time()
+
+    def wrap(self, owner: Any, name: str, stage: str) -> None:
+        call = getattr(owner, name)
+
+        def timed(*args: Any, **options: Any) -> Any:
+            self._turn()
+            self._open.append(stage)
+            try:
+                return call(*args, **options)
+            finally:
+                self._turn()
+                self._open.pop()
+
+        setattr(owner, name, timed)
+
+    def lap(self) -> dict[str, float]:
+        """Return the milliseconds of each stage since the last lap."""
+        self._turn()
+        lap = {stage: 1e3 * seconds for stage, seconds in self.seconds.items()}
+        self.seconds.clear()
+        return lap
+
+    def _turn(self) -> None:
+        now = time.thread_time()
+        self.seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+
+def engine_stages() -> Table:
+    """Yield medians in ms over decoding steps, and the slope between the two largest batches."""
+    yield ["ms of thread CPU time", *(f"{batch} requests" for batch in MANY), "us a request"]
+    for name, tree in (("no drafts", None), ("trees of 8", TreeConfig(num_speculative_tokens=8, max_depth=4))):
+        gc.collect()
+        gc.freeze()
+        columns = [_stages(batch, tree) for batch in MANY]
+        stages = [stage for stage in columns[0] if stage != SIMULATED]
+        rows = {stage: [column[stage] for column in columns] for stage in stages}
+        for stage, row in (rows | {"together": [sum(column) for column in zip(*rows.values(), strict=True)]}).items():
+            slope = 1e3 * (row[-1] - row[-2]) / (MANY[-1] - MANY[-2])
+            yield [f"{name}: {stage}", *(round(ms, 3) for ms in row), round(slope, 2)]
+    yield ["yardstick: 100 sums of two arrays of 16", *[round(_fastest_ms(_yardstick, [None] * NUM_STEPS), 3)] * 5, ""]
+
+
+SIMULATED = "simulated"
+
+
+def _stages(batch: int, tree: TreeConfig | None) -> dict[str, float]:
+    """Return the median of each stage's ms over NUM_STEPS decoding steps, at some 1,000 tokens a request."""
+    draft = None if tree is None else DraftConfig(method="eagle3", model_path="", tree=tree)
+    config = EngineConfig(model_path="", max_model_len=2048, max_num_seqs=max(MANY), draft=draft)
+    waiting = None
+    if draft is not None:
+        waiting = HiddenStatePool(max_buffered_states(config), 2, dtype=torch.float32, device=torch.device("cpu"))
+    target = SimulatedTarget(Counting(), config.page_size, config.max_model_len, waiting)
+    drafter: Any = None if draft is None else SimulatedDrafter()
+    engine_end, front = socket.socketpair()
+    with engine_end, front, pytest.MonkeyPatch.context() as patch:
+        made = Engine(config, target, drafter, FrameSocket(engine_end), 1 + batch * config.pages_for(2048))
+        for id in range(batch):
+            sampling, prompt = SamplingSettings(temperature=1.0, seed=id), [2 + (7 * id + n) % 90 for n in range(1000)]
+            made._submit(Submit(id=id, prompt=prompt, max_tokens=1000, sampling=sampling, ignore_eos=True))
+        while not (made._running and all(request.num_output > 4 for request in made._running)) or made._waiting:
+            made.step()
+            front.recv(1 << 24)
+        for name in ("schedule", "verify"):
+            patch.setattr(verifier.engine, name, getattr(verifier.engine, name))
+        clock = StageClock()
+        for owner, name, stage in (
+            (made, "_take", "take"), (verifier.engine, "schedule", "schedule"), (made, "_make_room", "schedule"),
+            (made._drafting, "draft", "draft"), (made._inputs, "draft_request", "pack"),
+            (made._inputs, "target_step", "pack"), (target, "run", SIMULATED), (target, "states", SIMULATED),
+            (verifier.engine, "verify", "walk"), (made, "_commit", "commit"), (made, "_catch_up", "emit"),
+        ):  # fmt: skip
+            clock.wrap(owner, name, stage)
+        laps = []
+        for _ in range(NUM_STEPS):
+            clock.lap()
+            made.step()
+            laps.append(clock.lap())
+            front.recv(1 << 24)
+    return {stage: float(np.median([lap[stage] for lap in laps])) for stage in laps[0]}
+
+
 # ---- buckets
 
 
@@ -452,8 +604,8 @@ def main() -> None:
     made.add_argument("--archs", type=int, nargs="+", default=[80, 90, 100], help="compute capabilities x 10")
     options = made.parse_args()
     counters: dict[str, Callable[[], Table]] = {
-        "launches": launches, "calls": calls, "bytes": bytes_sent, "host": host, "buckets": buckets, "cuts": cuts,
-        "kernels": partial(kernels, options.archs),
+        "launches": launches, "calls": calls, "bytes": bytes_sent, "host": host, "engine": engine_stages,
+        "buckets": buckets, "cuts": cuts, "kernels": partial(kernels, options.archs),
     }  # fmt: skip
     torch.set_num_threads(1)
     about = {"command": command(), "torch": torch.__version__, "hardware": "without a GPU"}
