@@ -43,14 +43,11 @@ class Limits:
 
     def pages_for(self, request: Request, num_trees: int = 1) -> int:
         """Return the pages up to the end of the next tree, or of the num_trees-th if all are fully accepted."""
-        return self._pages(request.root + num_trees * request.tree_rows)
+        return -(-(request.root + num_trees * request.tree_rows) // self.page_size)
 
     def pages_for_life(self, request: Request) -> int:
         """Return the most pages that the request can ever need at once."""
-        return self._pages(request.num_prompt + request.submit.max_tokens - 1 + request.tree_rows)
-
-    def _pages(self, num_slots: int) -> int:
-        return -(-num_slots // self.page_size)
+        return -(-(request.num_prompt + request.submit.max_tokens - 1 + request.tree_rows) // self.page_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +97,8 @@ def schedule(
     find: returns the shareable pages of a waiting request (`PrefixCache.find`). Every request must fit the pool alone.
     """
     kept, preempted = list(running), []
-    num_free_pages -= sum(limits.pages_for(request) - len(request.pages) for request in kept)
+    lacking = [limits.pages_for(request) - len(request.pages) for request in kept]
+    num_free_pages -= sum(lacking)
     while num_free_pages < 0:
         leaving = kept.pop()
         preempted.append(leaving)
@@ -109,7 +107,8 @@ def schedule(
 
     decode = [request for request in kept if request.is_decoding]
     prompts = _PromptRows(limits, sum(request.tree_rows for request in decode))
-    for request in kept:
+    is_prefilling = len(decode) < len(kept)
+    for request in kept if is_prefilling else ():
         if not request.is_decoding and prompts.fits(request, request.num_computed):
             prompts.take(request, request.num_computed)
     shared: list[tuple[Request, list[int]]] = []
@@ -130,12 +129,12 @@ def schedule(
             break  # nobody overtakes for want of pages, or large requests would starve
         shared.append((request, found.pages))
         prompts.take(request, start)
-    taken = [(request, limits.pages_for(request) - len(request.pages)) for request in kept]
-    taken += [(request, limits.pages_for(request) - len(pages)) for request, pages in shared]
+    lacking[len(kept) :] = [limits.pages_for(request) - len(pages) for request, pages in shared]
+    joined = kept + [request for request, _ in shared]
     return Step(
         preempted=preempted,
         shared=shared,
-        pages=[(request, count) for request, count in taken if count],
+        pages=[(request, count) for request, count in zip(joined, lacking, strict=True) if count],
         decode=decode,
         prefill=prompts.finished(),
         lacks_pages=lacks_pages,
