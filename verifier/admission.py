@@ -15,7 +15,12 @@ def request_of(submit: Submit, config: EngineConfig) -> Request:
     draft, size = config.draft, config.page_size
     reads_features = draft is not None and method_of(draft).reads_features
     feed_first = len(submit.prompt) // size * size if reads_features and config.enable_prefix_caching else 0
-    return Request(submit, rule_of(submit, draft), tree_limits(submit, draft), int(reads_features), feed_first)
+    ends = set(submit.stop_token_ids)
+    if submit.sampling.constraints.grammar or not submit.ignore_eos:
+        ends.update(config.eos_token_ids)  # nothing may follow a text that its grammar has let end
+    return Request(
+        submit, rule_of(submit, draft), tree_limits(submit, draft), int(reads_features), feed_first, frozenset(ends)
+    )
 
 
 def rejection_reason(request: Request, max_model_len: int, limits: Limits, num_pages: int) -> str | None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import NamedTuple
 
 from verifier.acceptance.coupled import verify
 from verifier.adaptive.controller import Controller, Exchange, Plan, StepOutcome
@@ -23,7 +23,7 @@ from verifier.drafter_peer import DrafterPeer
 from verifier.drafting import Drafting
 from verifier.hidden_states import HiddenStateBuffer
 from verifier.prefix_cache import PrefixCache
-from verifier.request import Request
+from verifier.request import NewTokens, Request
 from verifier.scheduler import Limits, Step, schedule
 from verifier.step_inputs import Move, StepInputs
 from verifier.target import Target
@@ -53,15 +53,6 @@ HEARTBEAT_S = 1.0
 """While idle, the engine sends a heartbeat this often. A peer that stays silent for longer is dead."""
 
 _ORDER = attrgetter("order")
-
-
-class _NewTokens(NamedTuple):
-    """The tokens that one request commits in one step: those of the verdict up to the end of the output."""
-
-    tokens: list[int]
-    num_accepted: int  # how many of them, from the first, are accepted draft tokens
-    finish_reason: str | None
-    stop_token: int | None
 
 
 class Engine:
@@ -304,52 +295,30 @@ class Engine:
         self, step: Step, drafts: DraftBatch, verdicts: list[Verdict], records: Mapping[Request, TreeRecord]
     ) -> None:
         """Apply the verdicts: KV moves of accepted paths, states for the drafter, new tokens, finished requests."""
-        computed = self._advance(step, drafts, verdicts)
+        self._advance(step, verdicts)
+        self._buffer_states(step, drafts, verdicts)
         finishing = [request for request, _ in step.finishing]
-        new = [self._new_tokens(r, verdict) for r, verdict in zip(step.decode + finishing, verdicts, strict=True)]
+        requests, begins = step.decode + finishing, drafts.trees.offsets.tolist()
+        new = [request.new_tokens(verdict) for request, verdict in zip(requests, verdicts, strict=True)]
         self._count(step, drafts, new)
-        self._buffer_states(computed)
-        num_decode, num_tree_rows = len(step.decode), len(drafts.trees.token_N)
-        for row, (request, own) in enumerate(zip(finishing, new[num_decode:], strict=True), start=num_tree_rows):
-            self._stats.prompt_tokens += request.num_prompt
-            self._append(request, own, [row], is_copied=False, tree=records.get(request))
-        for (request, rows), own, is_copied in zip(
-            computed[len(step.prefill) :], new[:num_decode], drafts.copied, strict=True
-        ):
-            self._append(request, own, rows, is_copied=is_copied, tree=records.get(request))
+        self._stats.prompt_tokens += sum(request.num_prompt for request in finishing)
+        begins += range(begins[-1] + 1, begins[-1] + len(finishing))  # a completed prompt has one sampled row
+        copied = drafts.copied + [False] * len(finishing)
+        for request, own, begin, is_copied in zip(requests, new, begins, copied, strict=False):
+            self._append(request, own, begin, is_copied=is_copied, tree=records.get(request))
         self._publish(self._running)
 
-    def _advance(self, step: Step, drafts: DraftBatch, verdicts: list[Verdict]) -> list[tuple[Request, list[int]]]:
-        """Return the step's rows that hold each request's new positions: of prompt chunks, then of roots and paths."""
-        begins = drafts.trees.offsets.tolist()
-        computed, row = [], begins[-1]
+    def _advance(self, step: Step, verdicts: list[Verdict]) -> None:
+        """Count the computed positions: of prompt chunks, roots and accepted paths, some of whose KV is yet to move."""
         for request, chunk in step.prefill:
-            computed.append((request, list(range(row, row + chunk.stop - chunk.start))))
-            row += chunk.stop - chunk.start
             request.num_computed = chunk.stop
-        for i, (request, begin, verdict) in enumerate(zip(step.decode, begins, verdicts, strict=False)):
-            root = len(request.tokens) - 1
-            computed.append((request, [begin, *(begin + row for row in verdict.path)]))
-            self._moves += [
-                Move(request, root + row, root + 1 + i) for i, row in enumerate(verdict.path) if row != i + 1
-            ]
+        for request, verdict in zip(step.decode, verdicts, strict=False):
+            root = request.root
             request.num_computed = root + len(verdict.tokens)
-        return computed
-
-    def _new_tokens(self, request: Request, verdict: Verdict) -> _NewTokens:
-        """Return the verdict's tokens up to a stop token or the length limit."""
-        submit, kept, reason, stop_token = request.submit, [], None, None
-        for token in verdict.tokens:
-            kept.append(token)
-            # Nothing may follow a text that its grammar has let end, so ignore_eos does not apply.
-            is_eos = token in self._config.eos_token_ids and (request.has_grammar or not submit.ignore_eos)
-            if is_eos or token in submit.stop_token_ids:
-                reason, stop_token = "stop", token
-            elif request.num_output + len(kept) == submit.max_tokens:
-                reason = "length"
-            if reason:
-                break
-        return _NewTokens(kept, min(len(verdict.path), len(kept)), reason, stop_token)
+            if verdict.path:
+                self._moves += [
+                    Move(request, root + row, root + i) for i, row in enumerate(verdict.path, start=1) if row != i
+                ]
 
     def _count_exchange(self, plan: Plan, exchange: Exchange) -> None:
         for request, own in plan.inputs.items():
@@ -359,7 +328,7 @@ class Engine:
         self._stats.transfer_seconds += exchange.ms / 1e3 - reply.seconds
         self._stats.num_trees += len(reply.pruned_GD)
 
-    def _count(self, step: Step, drafts: DraftBatch, new: list[_NewTokens]) -> None:
+    def _count(self, step: Step, drafts: DraftBatch, new: list[NewTokens]) -> None:
         """Count verified, accepted and pruned nodes for the engine and for each request.
 
         A node that was accepted behind the end of the output counts as verified only.
@@ -375,12 +344,16 @@ class Engine:
                     stats.num_copied_tokens += sum(verified)
                     stats.num_accepted_copied_tokens += own.num_accepted
 
-    def _buffer_states(self, computed: list[tuple[Request, list[int]]]) -> None:
+    def _buffer_states(self, step: Step, drafts: DraftBatch, verdicts: list[Verdict]) -> None:
         """Buffer the new positions' states for the drafter, unless no request has one."""
-        if any(request.has_drafter for request, _ in computed):
-            state_NX = self._target.states()
-            if state_NX is not None:
-                self._hidden_states.add(computed, state_NX)
+        requests = [request for request, _ in step.prefill] + step.decode
+        if not any(request.has_drafter for request in requests) or (state_NX := self._target.states()) is None:
+            return
+        begins = drafts.trees.offsets.tolist()
+        chunks = accumulate((chunk.stop - chunk.start for _, chunk in step.prefill), initial=begins[-1])
+        rows = [list(range(*span)) for span in pairwise(chunks)]
+        rows += [_rows(begin, verdict.path) for begin, verdict in zip(begins[:-1], verdicts, strict=False)]
+        self._hidden_states.add(list(zip(requests, rows, strict=True)), state_NX)
 
     def _publish(self, requests: list[Request]) -> None:
         """Publish the pages of these requests up to the first slot that still waits for a move."""
@@ -391,10 +364,10 @@ class Engine:
             self._prefix_cache.publish(request, settled.get(request, request.num_computed))
 
     def _append(
-        self, request: Request, new: _NewTokens, rows: list[int], *, is_copied: bool, tree: TreeRecord | None
+        self, request: Request, new: NewTokens, begin: int, *, is_copied: bool, tree: TreeRecord | None
     ) -> None:
-        """Commit tokens, which were drawn at these sampled rows, and release a finished request."""
-        if failure := self._grammar_failure(request):
+        """Commit tokens of a tree whose rows begin at `begin`, and release a finished request."""
+        if request.has_grammar and (failure := self._grammar_failure(request)):
             self._release(request)
             self._fail(request, failure, GRAMMAR_FAILED)
             return
@@ -404,15 +377,17 @@ class Engine:
         if new.finish_reason:
             self._stats.requests_finished += 1
             self._release(request)
+        logprobs = None
+        if sampling.num_logprobs is not None:
+            rows = _rows(begin, new.path)[: len(kept)]
+            logprobs = self._target.logprobs(rows, kept, sampling.num_logprobs, sampling.logprob_token_ids)
         self._chunks.append(
             TokenChunk(
                 id=request.id,
                 tokens=kept,
                 finish_reason=new.finish_reason,
                 stop_token=new.stop_token,
-                logprobs=None
-                if sampling.num_logprobs is None
-                else self._target.logprobs(rows[: len(kept)], kept, sampling.num_logprobs, sampling.logprob_token_ids),
+                logprobs=logprobs,
                 num_cached_tokens=request.num_cached or 0,
                 num_accepted=new.num_accepted,
                 is_copied=is_copied,
@@ -423,8 +398,8 @@ class Engine:
         )
 
     def _grammar_failure(self, request: Request) -> str | None:
-        """Return why the request's grammar could not be followed in this step; None if it was, or there is none."""
-        if not request.has_grammar or self._target.grammars is None:
+        """Return why the request's grammar could not be followed in this step; None if it was."""
+        if self._target.grammars is None:
             return None
         failure = self._target.grammars.failure(request.id)
         return failure and f"the output could not follow its grammar: {failure}"
@@ -446,3 +421,8 @@ class Engine:
         self._stats.kv_usage = 1 - self._allocator.num_free / (self._allocator.num_pages - 1)
         self._front.send(StepOutput(chunks=self._chunks, stats=self._stats))
         self._chunks, self._last_emit = [], now
+
+
+def _rows(begin: int, path: Sequence[int]) -> list[int]:
+    """Return the rows of a tree's root and of an accepted path; `begin` is the root's."""
+    return [begin, *(begin + row for row in path)] if path else [begin]

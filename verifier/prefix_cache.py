@@ -16,7 +16,6 @@ import hashlib
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -41,7 +40,7 @@ class PrefixCache:
         self._allocator = allocator
         self._page_size = page_size
         self._is_enabled = is_enabled
-        self._published: WeakKeyDictionary[Request, _Published] = WeakKeyDictionary()
+        self._published: dict[Request, _Published] = {}
         self._state_PX: Tensor | None = None  # of each page's last token; the first states tell width and dtype
 
     def find(self, request: Request) -> PrefixMatch:
@@ -95,7 +94,7 @@ class PrefixCache:
             return
         full = min(num_settled, len(request.tokens)) // self._page_size
         fed = min(request.num_fed // self._page_size, full) if request.has_drafter else 0
-        published = self._published.setdefault(request, _Published())
+        published = self._published.get(request) or self._published.setdefault(request, _Published())
         if full <= published.num_pages and fed <= published.num_drafted:
             return
         keys = self._keys(request, full)
@@ -107,12 +106,11 @@ class PrefixCache:
         published.num_drafted = max(published.num_drafted, fed)
 
     def release(self, request: Request) -> None:
-        """Forget which pages the request has published; it no longer holds them."""
-        if published := self._published.get(request):
-            published.num_pages = published.num_drafted = 0
+        """Forget the request's keys and which pages it has published; it no longer holds them."""
+        self._published.pop(request, None)
 
     def _keys(self, request: Request, count: int) -> list[bytes]:
-        """Return the keys of the request's first pages. They are computed once, because tokens never change."""
+        """Return the keys of the request's first pages. They are kept, because tokens never change."""
         keys, size = self._published.setdefault(request, _Published()).keys, self._page_size
         for index in range(len(keys), count):
             parent = keys[-1] if keys else _root_key(request.submit.cache_salt)

@@ -6,10 +6,22 @@ import time
 from array import array
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from workers.comm.ipc import RequestStats, Submit
 from workers.sampling.logits_state import LogitsState, TokenCounter
 from workers.settings import Rule, TreeLimits
+from workers.types import Verdict
+
+
+class NewTokens(NamedTuple):
+    """The tokens that one request commits in one step: those of the verdict up to the end of the output."""
+
+    tokens: list[int]
+    path: tuple[int, ...]  # the verdict's
+    num_accepted: int  # how many of the tokens, from the first, are accepted draft tokens
+    finish_reason: str | None
+    stop_token: int | None
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -25,12 +37,15 @@ class Request:
     limits: TreeLimits | None  # None: the request is never drafted for
     first_draft_slot: int  # 1 for an EAGLE drafter, whose slot 0 stays empty; 0 for a draft model
     feed_first: int = 0  # leading positions that a drafter is fed although it does not draft, see `is_due`
+    end_token_ids: frozenset[int] = frozenset()  # each ends the output
+    id: int = field(init=False)  # that the front gave it
     tokens: list[int] = field(init=False)  # prompt and output
     num_prompt: int = field(init=False)
     tree_rows: int = field(init=False)  # the most rows of one tree, root included
     is_auto: bool = field(init=False)  # the adaptive controller decides whether it gets a tree
     has_drafter: bool = field(init=False)  # the drafter holds its beginning and may be fed the rest
     is_constrained: bool = field(init=False)
+    has_grammar: bool = field(init=False)
     pages: array[int] = field(default_factory=partial(array, "i"))  # may be thousands, and every step reads them
     num_computed: int = 0  # positions whose KV the target holds
     num_fed: int = field(init=False)  # drafter slots filled
@@ -43,13 +58,14 @@ class Request:
     _output: array[int] = field(default_factory=partial(array, "i"))  # the grammar's, if there is one
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.submit.prompt)
+        self.id, self.tokens = self.submit.id, list(self.submit.prompt)
         self.num_prompt = len(self.tokens)
         self.tree_rows = 1 + (self.limits.num_speculative_tokens if self.limits else 0)
         self.is_auto = self.limits is not None and self.limits.auto
         self.has_drafter = self.limits is not None
         self.num_fed = self.first_draft_slot
         self.is_constrained = not self.submit.sampling.constraints.is_empty
+        self.has_grammar = bool(self.submit.sampling.constraints.grammar)
         self._token_counter = TokenCounter(self.submit.sampling.constraints, self.submit.prompt)
         if (resumption := self.submit.resumption) is not None:
             self.stats, self.num_scored = resumption.stats, resumption.num_prompt_logprobs
@@ -67,9 +83,22 @@ class Request:
     def append(self, tokens: list[int]) -> None:
         """Commit output tokens."""
         self.tokens += tokens
-        self._token_counter.add(tokens)
+        if self.is_constrained:
+            self._token_counter.add(tokens)
         if self.has_grammar:
             self._output.extend(tokens)
+
+    def new_tokens(self, verdict: Verdict) -> NewTokens:
+        """Return the verdict's tokens up to a stop token or the length limit."""
+        path, tokens = verdict.path, verdict.tokens
+        room = self.submit.max_tokens - self.num_output
+        if len(tokens) < room and self.end_token_ids.isdisjoint(tokens):
+            return NewTokens(list(tokens), path, len(path), None, None)
+        for count, token in enumerate(tokens[:room], start=1):
+            if token in self.end_token_ids:
+                return NewTokens(list(tokens[:count]), path, min(len(path), count), "stop", token)
+        reason = "length" if len(tokens) >= room else None
+        return NewTokens(list(tokens[:room]), path, min(len(path), room), reason, None)
 
     def logits_state(self, eos_token_ids: tuple[int, ...]) -> LogitsState | None:
         """Return what drafter and target need to constrain the next tokens; None without constraints."""
@@ -107,16 +136,6 @@ class Request:
     def reads_features(self) -> bool:
         """Return whether its drafter is fed the target's states beside tokens."""
         return self.first_draft_slot > 0
-
-    @property
-    def has_grammar(self) -> bool:
-        """Return whether a grammar constrains the output."""
-        return bool(self.submit.sampling.constraints.grammar)
-
-    @property
-    def id(self) -> int:
-        """Return the id that the front gave the request."""
-        return self.submit.id
 
     @property
     def order(self) -> tuple[int, float]:
