@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
-from verifier.tree import chains, with_chains
+from verifier.tree import bare_roots, chains, with_chains
 from workers.types import DraftProbs, DraftReply, TreeBatch, TreeTrace
 
 
@@ -20,8 +21,8 @@ class DraftBatch:
 
     trees: TreeBatch
     probs: DraftProbs | None
-    verified: list[list[int]]
-    pruned: list[list[int]]
+    verified: Sequence[Sequence[int]]
+    pruned: Sequence[Sequence[int]]
     copied: list[bool]
     """Whether the request has a lookup draft."""
     trace: TreeTrace | None = None
@@ -37,6 +38,12 @@ class DraftBatch:
     def num_trees(self) -> int:
         """Return the number of trees with at least one draft node."""
         return sum(map(any, self.verified))
+
+    @staticmethod
+    def bare(roots: list[int]) -> DraftBatch:
+        """Return trees that consist of a root only."""
+        count = len(roots)
+        return DraftBatch(bare_roots(roots), None, [()] * count, [()] * count, [False] * count)
 
     @staticmethod
     def of(reply: DraftReply | None, drafted: list[bool], tokens: list[list[int]]) -> DraftBatch:

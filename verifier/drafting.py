@@ -46,6 +46,8 @@ class Drafting:
         plan, exchange = self._controller.plan(step, running), None
         if plan.inputs:
             exchange = self._exchange(plan, number, while_waiting)
+        if exchange is None and not plan.lookup_drafts:
+            return Drafts(plan, DraftBatch.bare([request.tokens[-1] for request in step.decode]), None)
         drafted = [exchange is not None and plan.is_drafted(request) for request in step.decode]
         chains = [[request.tokens[-1], *plan.lookup_drafts.get(request, ())] for request in step.decode]
         return Drafts(plan, DraftBatch.of(exchange and exchange.reply, drafted, chains), exchange)

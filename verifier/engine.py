@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from operator import attrgetter
 
-from verifier.acceptance.coupled import verify
+from verifier.acceptance.coupled import verify, walk
 from verifier.adaptive.controller import Controller, Exchange, Plan, StepOutcome
 from verifier.adaptive.cost_model import UNPROFILED, RowCosts
 from verifier.admission import rejection_reason, request_of
@@ -262,26 +262,32 @@ class Engine:
         drawn_at = time.perf_counter()
         if target_step.scored is not None:
             self._report_scores(step, self._target.scores())
-        finishing = [request for request, _ in step.finishing]
-        trees, probs = drafts.trees, drafts.probs
-        if finishing:
-            drafted = [True] * len(step.decode) + [False] * len(finishing)
-            trees, probs = with_chains(trees, probs, drafted, [r.tokens[-1:] for r in step.decode + finishing])
-        requests = step.decode + finishing
-        verdicts = verify(
-            trees,
-            probs,
-            drawn,
-            rules=[r.rule for r in requests],
-            params=lambda own: SamplingBatch.stack([requests[i].submit.sampling for i in own]),
-            root_position_B=[len(r.tokens) - 1 for r in requests],
-            processed=self._target.processed,
-        )
+        verdicts = self._verdicts(step, drafts, drawn, has_sampled=target_step.has_sampled)
         verified_at = time.perf_counter()
         self._stats.verify_seconds += verified_at - began
         self._stats.forward_seconds += drawn_at - packed_at
         self._stats.accept_seconds += verified_at - drawn_at
         return verdicts
+
+    def _verdicts(self, step: Step, drafts: DraftBatch, drawn: list[int], *, has_sampled: bool) -> list[Verdict]:
+        """Verify the trees, given the target's own draws. has_sampled: some request's drafts are sampled."""
+        finishing = [request for request, _ in step.finishing]
+        requests = step.decode + finishing
+        trees, probs = drafts.trees, drafts.probs
+        if finishing:
+            drafted = [True] * len(step.decode) + [False] * len(finishing)
+            trees, probs = with_chains(trees, probs, drafted, [request.tokens[-1:] for request in requests])
+        if not has_sampled:
+            return walk(trees, drawn)
+        return verify(
+            trees,
+            probs,
+            drawn,
+            rules=[request.rule for request in requests],
+            params=lambda own: SamplingBatch.stack([requests[i].submit.sampling for i in own]),
+            root_position_B=[len(request.tokens) - 1 for request in requests],
+            processed=self._target.processed,
+        )
 
     def _report_scores(self, step: Step, scores: list[TokenLogprobs]) -> None:
         """Send the log-probabilities of the step's prompt tokens; `scores` are those of all its chunks, in order."""

@@ -7,7 +7,7 @@ Legend: B requests, N rows, R sampled rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -57,7 +57,7 @@ class StepInputs:
             num_nodes_B=_int32([own.num_nodes for own in inputs.values()]),
             max_depth_B=_int32([own.max_depth for own in inputs.values()]),
             rules=TreeRules.stack(limits, lambda values: torch.from_numpy(np.array(values, dtype=np.float32))),
-            constraints_U=pack_logits_states([request.logits_state(self._eos_token_ids) for request in requests]),
+            constraints_U=self._constraints(requests, params),
             sampling=params.sampling,
             costs=costs,
             features_MH=features_MH,
@@ -72,9 +72,7 @@ class StepInputs:
         moves: Sequence[Move] = (),
     ) -> TargetStep:
         """Build one forward over all trees and chunks. It samples every tree row and the last row of each prompt."""
-        sizes = [end - begin for begin, end in pairwise(trees.offsets.tolist())]
-        num_trees = len(sizes)
-        sizes += [chunk.stop - chunk.start for _, chunk in prefill]
+        num_trees, num_tree_rows = len(decode), len(trees.token_N)
         root_B = np.array([len(request.tokens) - 1 for request in decode], dtype=np.int32)
         meta = tree_metadata(trees, root_B)
         if prefill:
@@ -83,13 +81,14 @@ class StepInputs:
         prompt_tokens = [token for request, chunk in prefill for token in request.tokens[chunk.start : chunk.stop]]
 
         requests = decode + [request for request, _ in prefill]
-        offsets = list(accumulate(sizes, initial=0))
-        finishing = [i for i, (request, chunk) in enumerate(prefill, num_trees) if chunk.stop == len(request.tokens)]
-        sample_row_R = _append(np.arange(offsets[num_trees], dtype=np.int32), [offsets[i + 1] - 1 for i in finishing])
-        request_R = _append(np.arange(num_trees, dtype=np.int32).repeat(sizes[:num_trees]), finishing)
+        begins = list(accumulate((chunk.stop - chunk.start for _, chunk in prefill), initial=num_tree_rows))
+        finishing = [i for i, (request, chunk) in enumerate(prefill) if chunk.stop == len(request.tokens)]
+        sample_row_R = _append(np.arange(num_tree_rows, dtype=np.int32), [begins[i + 1] - 1 for i in finishing])
+        owner_N = np.arange(num_trees, dtype=np.int32).repeat(np.diff(trees.offsets.numpy()))
+        request_R = _append(owner_N, [num_trees + i for i in finishing])
         params = sampled = self._verified = _params_of(requests, self._verified)
         if len(finishing) < len(prefill):  # an unfinished prompt draws no token
-            sampled = _params_of([*decode, *(requests[i] for i in finishing)])
+            sampled = _params_of([*decode, *(prefill[i][0] for i in finishing)])
         is_one_row_each = not prefill and len(request_R) == num_trees
         size = self._page_size
         return TargetStep(
@@ -100,9 +99,9 @@ class StepInputs:
             sample_row_R=torch.from_numpy(sample_row_R),
             request_R=torch.from_numpy(request_R),
             draw_index_R=torch.from_numpy(meta.position_N[sample_row_R] + 1),
-            constraints_U=pack_logits_states([request.logits_state(self._eos_token_ids) for request in requests]),
+            constraints_U=self._constraints(requests, params),
             attention=AttentionMetadata(
-                query_offsets=np.array(offsets, dtype=np.int32),
+                query_offsets=_append(trees.offsets.numpy(), begins[1:]),
                 page_table_BP=page_table(requests),
                 base_B=_append(root_B, [0] * len(prefill)),
                 slot_N=meta.slot_N,
@@ -113,34 +112,39 @@ class StepInputs:
             has_logprobs=sampled.has_logprobs,
             has_sampled=sampled.has_sampled,
             has_draws=sampled.has_draws,
-            scored=_scored_rows(prefill, offsets[num_trees:]),
+            scored=_scored_rows(prefill, begins),
         )
+
+    def _constraints(self, requests: list[Request], params: _BatchParams) -> Tensor:
+        states = [request.logits_state(self._eos_token_ids) for request in requests] if params.has_constraints else []
+        return pack_logits_states(states)
 
 
 class _BatchParams(NamedTuple):
     """The parameters of a batch of requests, which never change."""
 
-    ids: list[int]
+    requests: list[Request]
     sampling: SamplingBatch
     rule_B: Tensor  # int32
     has_logprobs: bool
     has_sampled: bool
     has_draws: bool
+    has_constraints: bool
 
 
-def _params_of(requests: Sequence[Request], last: _BatchParams | None = None) -> _BatchParams:
+def _params_of(requests: list[Request], last: _BatchParams | None = None) -> _BatchParams:
     """Return the requests' parameters, which are `last` if that is the same batch."""
-    ids = [request.id for request in requests]
-    if last is not None and last.ids == ids:
+    if last is not None and last.requests == requests:
         return last
     params = [request.submit.sampling for request in requests]
     return _BatchParams(
-        ids=ids,
+        requests=requests,
         sampling=SamplingBatch.stack(params),
         rule_B=_int32([request.rule for request in requests]),
         has_logprobs=any(own.num_logprobs is not None for own in params),
         has_sampled=any(request.rule.is_sampled for request in requests),
         has_draws=any(not request.rule.is_sampled for request in requests),
+        has_constraints=any(request.is_constrained for request in requests),
     )
 
 

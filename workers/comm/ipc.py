@@ -245,7 +245,10 @@ def encode(message: Message) -> bytes:
 
     Raises ValueError if the frame is too long, so that the sender fails instead of the reader.
     """
-    body = msgpack.packb((type(message).__name__, _values(message)), default=_values)
+    fields: tuple[object, ...] = _values(message)
+    if isinstance(message, StepOutput):  # a call for each chunk would take as long as all the rest
+        fields = (list(map(_getter(TokenChunk), message.chunks)), message.stats)
+    body = msgpack.packb((type(message).__name__, fields), default=_values)
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a {type(message).__name__} of {len(body)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(body)) + body
