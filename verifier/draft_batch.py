@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
@@ -57,12 +56,14 @@ class DraftBatch:
                 chains(tokens), None, verified, pruned=[[] for _ in tokens], copied=list(map(any, verified))
             )
         trees, probs = with_chains(reply.trees, reply.probs, drafted, tokens)
-        offsets, depth_N = trees.offsets.tolist(), trees.depth_N.numpy()
+        depth_N, num_depths = trees.depth_N.numpy(), 1 + int(trees.depth_N.max())
+        tree_N = np.arange(len(drafted)).repeat(np.diff(trees.offsets.numpy()))
+        nodes_BD = np.bincount(num_depths * tree_N + depth_N, minlength=num_depths * len(drafted))
         cut = map(_without_padding, reply.pruned_GD.tolist())
         return DraftBatch(
             trees=trees,
             probs=probs,
-            verified=[np.bincount(depth_N[a:b])[1:].tolist() if b - a > 1 else [] for a, b in pairwise(offsets)],
+            verified=list(map(_without_padding, nodes_BD.reshape(-1, num_depths)[:, 1:].tolist())),
             pruned=[next(cut) if is_drafted else [] for is_drafted in drafted],
             copied=[len(own) > 1 and not is_drafted for own, is_drafted in zip(tokens, drafted, strict=True)],
             trace=reply.trace,
@@ -70,9 +71,8 @@ class DraftBatch:
         )
 
 
-def _without_padding(pruned: list[int]) -> list[int]:
+def _without_padding(counts: list[int]) -> list[int]:
     """Remove the padding to the deepest tree of the batch."""
-    depth = len(pruned)
-    while depth and not pruned[depth - 1]:
-        depth -= 1
-    return pruned[:depth]
+    while counts and not counts[-1]:
+        counts.pop()
+    return counts

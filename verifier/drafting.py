@@ -48,8 +48,11 @@ class Drafting:
             exchange = self._exchange(plan, number, while_waiting)
         if exchange is None and not plan.lookup_drafts:
             return Drafts(plan, DraftBatch.bare([request.tokens[-1] for request in step.decode]), None)
-        drafted = [exchange is not None and plan.is_drafted(request) for request in step.decode]
-        chains = [[request.tokens[-1], *plan.lookup_drafts.get(request, ())] for request in step.decode]
+        has_tree = set() if exchange is None else {request for request, own in plan.inputs.items() if own.num_nodes}
+        drafted = [request in has_tree for request in step.decode]
+        chains = [request.tokens[-1:] for request in step.decode]
+        if plan.lookup_drafts:
+            chains = [[*own, *plan.lookup_drafts.get(r, ())] for r, own in zip(step.decode, chains, strict=True)]
         return Drafts(plan, DraftBatch.of(exchange and exchange.reply, drafted, chains), exchange)
 
     def _exchange(self, plan: Plan, number: int, while_waiting: Callable[[], None]) -> Exchange | None:

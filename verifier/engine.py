@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from operator import attrgetter
 
 from verifier.acceptance.coupled import verify, walk
@@ -339,16 +339,22 @@ class Engine:
 
         A node that was accepted behind the end of the output counts as verified only.
         """
-        for i, (request, own) in enumerate(zip(step.decode, new, strict=False)):
-            verified, pruned = drafts.verified[i], drafts.pruned[i]
-            if not (verified or pruned):
-                continue
-            for stats in (request.stats, self._stats):
-                stats.num_drafts += any(verified)
-                stats.count_nodes(pruned, verified, own.num_accepted)
-                if drafts.copied[i]:
-                    stats.num_copied_tokens += sum(verified)
-                    stats.num_accepted_copied_tokens += own.num_accepted
+        if not (drafts.num_nodes or any(drafts.pruned)):
+            return
+        num_accepted = [own.num_accepted for own in new[: len(step.decode)]]
+        rows = zip(step.decode, drafts.pruned, drafts.verified, num_accepted, drafts.copied, strict=True)
+        for request, pruned, verified, accepted, is_copied in rows:
+            request.stats.num_drafts += bool(verified)
+            request.stats.count_nodes(pruned, verified, accepted)
+            for stats in (request.stats, self._stats) if is_copied else ():
+                stats.num_copied_tokens += sum(verified)
+                stats.num_accepted_copied_tokens += accepted
+        self._stats.num_drafts += drafts.num_trees
+        self._stats.add_nodes(
+            _column_sums(drafts.pruned),
+            _column_sums(drafts.verified),
+            _column_sums([[1] * num for num in num_accepted]),
+        )
 
     def _buffer_states(self, step: Step, drafts: DraftBatch, verdicts: list[Verdict]) -> None:
         """Buffer the new positions' states for the drafter, unless no request has one."""
@@ -363,9 +369,7 @@ class Engine:
 
     def _publish(self, requests: list[Request]) -> None:
         """Publish the pages of these requests up to the first slot that still waits for a move."""
-        settled: dict[Request, int] = {}
-        for move in self._moves:
-            settled[move.request] = min(move.target, settled.get(move.request, move.target))
+        settled = {move.request: move.target for move in reversed(self._moves)}  # a request's first move is its lowest
         for request in requests:
             self._prefix_cache.publish(request, settled.get(request, request.num_computed))
 
@@ -432,3 +436,8 @@ class Engine:
 def _rows(begin: int, path: Sequence[int]) -> list[int]:
     """Return the rows of a tree's root and of an accepted path; `begin` is the root's."""
     return [begin, *(begin + row for row in path)] if path else [begin]
+
+
+def _column_sums(rows: Sequence[Sequence[int]]) -> list[int]:
+    """Add up rows of different lengths."""
+    return list(map(sum, zip_longest(*rows, fillvalue=0)))

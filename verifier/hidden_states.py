@@ -8,7 +8,7 @@ Legend: N rows, X width of a state.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -160,13 +160,13 @@ class HiddenStateBuffer:
     def _store(self, to_feed: Mapping[Request, list[int]], state_NX: Tensor) -> None:
         """Put these rows into the pool."""
         assert self._pool is not None
-        wanted: Sequence[int] = range(len(state_NX))
-        if sum(map(len, to_feed.values())) < len(wanted):
-            wanted = list(chain.from_iterable(to_feed.values()))
-            state_NX = _select(state_NX, wanted)
-        pool_row = dict(zip(wanted, self._pool.store(state_NX), strict=True))
+        wanted = list(chain.from_iterable(to_feed.values()))
+        if len(wanted) < len(state_NX):
+            places = iter(self._pool.store(_select(state_NX, wanted)))
+        else:
+            places = map(self._pool.store(state_NX).__getitem__, wanted)
         for request, rows in to_feed.items():
-            self._pooled.setdefault(request, []).extend(map(pool_row.__getitem__, rows))
+            self._pooled.setdefault(request, []).extend(islice(places, len(rows)))
 
     def _rows_by_request(self) -> dict[Request, list[int]]:
         """Return the rows of every request that may be drafted for, in the concatenation of all steps' states."""
@@ -175,7 +175,8 @@ class HiddenStateBuffer:
         for computed, state_NX in zip(self._computed, self._states, strict=True):
             for request, rows in computed:
                 if request.has_drafter:
-                    rows_by_request.setdefault(request, []).extend(map(begin.__add__, rows))
+                    own = [begin + row for row in rows] if begin else rows
+                    rows_by_request[request] = rows_by_request[request] + own if request in rows_by_request else own
             begin += len(state_NX)
         return rows_by_request
 

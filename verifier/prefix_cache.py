@@ -92,11 +92,12 @@ class PrefixCache:
         """
         if not self._is_enabled:
             return
-        full = min(num_settled, len(request.tokens)) // self._page_size
-        fed = min(request.num_fed // self._page_size, full) if request.has_drafter else 0
+        size = self._page_size
         published = self._published.get(request) or self._published.setdefault(request, _Published())
-        if full <= published.num_pages and fed <= published.num_drafted:
-            return
+        if num_settled // size <= published.num_pages and request.num_fed // size <= published.num_drafted:
+            return  # mostly
+        full = min(num_settled, len(request.tokens)) // size
+        fed = min(request.num_fed // size, full) if request.has_drafter else 0
         keys = self._keys(request, full)
         for index in range(published.num_pages, full):
             self._allocator.publish(request.pages[index], keys[index], is_drafted=False)

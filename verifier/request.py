@@ -91,7 +91,7 @@ class Request:
     def new_tokens(self, verdict: Verdict) -> NewTokens:
         """Return the verdict's tokens up to a stop token or the length limit."""
         path, tokens = verdict.path, verdict.tokens
-        room = self.submit.max_tokens - self.num_output
+        room = self.num_prompt + self.submit.max_tokens - len(self.tokens)
         if len(tokens) < room and self.end_token_ids.isdisjoint(tokens):
             return NewTokens(list(tokens), path, len(path), None, None)
         for count, token in enumerate(tokens[:room], start=1):
@@ -153,7 +153,7 @@ class Request:
 
         It never grows. At 0 the request is not drafted for any more.
         """
-        return self.submit.max_tokens - self.num_output - 1
+        return self.num_prompt + self.submit.max_tokens - len(self.tokens) - 1
 
     @property
     def root(self) -> int:
@@ -169,4 +169,5 @@ class Request:
     @property
     def num_feedable(self) -> int:
         """Return the drafter slots that can be filled now. Slot j needs token j and, for EAGLE, feature j - 1."""
-        return min(self.num_computed + 1, len(self.tokens))
+        computed, known = self.num_computed + 1, len(self.tokens)
+        return computed if computed < known else known

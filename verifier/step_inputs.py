@@ -36,7 +36,7 @@ class StepInputs:
     def __init__(self, page_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._page_size = page_size
         self._eos_token_ids = eos_token_ids
-        self._drafted: _BatchParams | None = None
+        self._drafted: _DraftParams | None = None
         self._verified: _BatchParams | None = None
 
     def draft_request(
@@ -44,24 +44,24 @@ class StepInputs:
     ) -> DraftRequest:
         """Build the message to the drafter. features_MH: for all fed rows in order, if the drafter reads features."""
         requests = list(inputs)
-        params = self._drafted = _params_of(requests, self._drafted)
-        limits = [request.limits for request in requests if request.limits is not None]
-        assert len(limits) == len(requests), "only requests that may be drafted for are sent to the drafter"
+        if self._drafted is None or self._drafted.batch.requests != requests:
+            self._drafted = _draft_params_of(requests)
+        params, auto_B, rules, traced_B = self._drafted
         return DraftRequest(
             offsets=_int32(list(accumulate((len(own.tokens) for own in inputs.values()), initial=0))),
             start_B=_int32([request.num_fed for request in requests]),
             token_M=_int32([token for own in inputs.values() for token in own.tokens]),
             page_table_BP=torch.from_numpy(page_table(requests)),
             rule_B=params.rule_B,
-            auto_B=_int32([limit.auto for limit in limits]),
+            auto_B=auto_B,
             num_nodes_B=_int32([own.num_nodes for own in inputs.values()]),
             max_depth_B=_int32([own.max_depth for own in inputs.values()]),
-            rules=TreeRules.stack(limits, lambda values: torch.from_numpy(np.array(values, dtype=np.float32))),
+            rules=rules,
             constraints_U=self._constraints(requests, params),
             sampling=params.sampling,
             costs=costs,
             features_MH=features_MH,
-            traced_B=_traced(requests),
+            traced_B=traced_B,
         )
 
     def target_step(
@@ -90,10 +90,9 @@ class StepInputs:
         if len(finishing) < len(prefill):  # an unfinished prompt draws no token
             sampled = _params_of([*decode, *(prefill[i][0] for i in finishing)])
         is_one_row_each = not prefill and len(request_R) == num_trees
-        size = self._page_size
         return TargetStep(
-            copy_source=_int32([_physical_slot(move.request, move.source, size) for move in moves]),
-            copy_target=_int32([_physical_slot(move.request, move.target, size) for move in moves]),
+            copy_source=_physical_slots(moves, [move.source for move in moves], self._page_size),
+            copy_target=_physical_slots(moves, [move.target for move in moves], self._page_size),
             token_N=torch.from_numpy(_append(trees.token_N.numpy(), prompt_tokens)),
             position_N=torch.from_numpy(meta.position_N),
             sample_row_R=torch.from_numpy(sample_row_R),
@@ -148,6 +147,26 @@ def _params_of(requests: list[Request], last: _BatchParams | None = None) -> _Ba
     )
 
 
+class _DraftParams(NamedTuple):
+    """What the drafter is told of a batch of requests in every step."""
+
+    batch: _BatchParams
+    auto_B: Tensor  # int32
+    rules: TreeRules[Tensor]
+    traced_B: Tensor | None
+
+
+def _draft_params_of(requests: list[Request]) -> _DraftParams:
+    limits = [request.limits for request in requests if request.limits is not None]
+    assert len(limits) == len(requests), "only requests that may be drafted for are sent to the drafter"
+    return _DraftParams(
+        batch=_params_of(requests),
+        auto_B=_int32([limit.auto for limit in limits]),
+        rules=TreeRules.stack(limits, lambda values: torch.from_numpy(np.array(values, dtype=np.float32))),
+        traced_B=_traced(requests),
+    )
+
+
 def _scored_rows(prefill: Sequence[tuple[Request, PromptChunk]], begins: Sequence[int]) -> ScoredRows | None:
     """Return the prompt rows to score; `begins` are the rows at which the chunks begin. None if there are none."""
     rows: list[int] = []
@@ -174,8 +193,13 @@ def page_table(requests: list[Request]) -> np.ndarray:
     return np.frombuffer(bytearray().join(rows), dtype=np.int32).reshape(len(requests), width)
 
 
-def _physical_slot(request: Request, slot: int, page_size: int) -> int:
-    return request.pages[slot // page_size] * page_size + slot % page_size
+def _physical_slots(moves: Sequence[Move], slots: list[int], page_size: int) -> Tensor:
+    """Return where these logical slots of the moves' requests lie."""
+    if not moves:
+        return torch.empty(0, dtype=torch.int32)
+    slot_C = np.array(slots, dtype=np.int32)
+    pages = [move.request.pages[index] for move, index in zip(moves, (slot_C // page_size).tolist(), strict=True)]
+    return torch.from_numpy(np.array(pages, dtype=np.int32) * page_size + slot_C % page_size)
 
 
 def _append(array: np.ndarray, more: list[int]) -> np.ndarray:

@@ -15,7 +15,7 @@ Legend: B requests, N packed rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
+from itertools import pairwise, repeat
 
 import numpy as np
 import torch
@@ -111,19 +111,17 @@ def walk(trees: TreeBatch, winner_N: list[int]) -> list[Verdict]:
     """Return the verdicts of the walk, given the target's own token at every row."""
     if len(winner_N) == len(trees.offsets) - 1:  # bare roots
         return list(map(Verdict, repeat(()), zip(winner_N, strict=True), repeat(0), repeat(0)))
-    begins, sizes = trees.offsets.numpy()[:-1], trees.offsets.diff().numpy()
-    begin_N, parent_N = begins.repeat(sizes), trees.parent_N.numpy()
-    is_drawn_N = trees.token_N.numpy() == np.array(winner_N)[begin_N + parent_N]
-    is_drawn_N[begins] = False  # a root has no parent
-    (drawn,) = is_drawn_N.nonzero()
-    last_row = dict.fromkeys(begins.tolist(), 0)
-    path_of: dict[int, list[int]] = {begin: [] for begin in last_row}
-    # Rows are breadth-first, so a child comes after its parent.
-    for begin, parent, row in zip(begin_N[drawn].tolist(), parent_N[drawn].tolist(), drawn.tolist(), strict=True):
-        if parent == last_row[begin]:
-            last_row[begin] = row - begin
-            path_of[begin].append(row - begin)
-    return [
-        Verdict(tuple(path), tuple([winner_N[begin + row] for row in (0, *path)]), size - 1, size - 1)
-        for (begin, path), size in zip(path_of.items(), sizes.tolist(), strict=True)
-    ]
+    offsets, tokens, parents = trees.offsets.tolist(), trees.token_N.tolist(), trees.parent_N.tolist()
+    verdicts = []
+    for begin, end in pairwise(offsets):
+        path: list[int] = []
+        emitted = [winner_N[begin]]
+        row = 0
+        for child in range(1, end - begin):  # breadth-first rows: a child comes after its parent
+            if parents[begin + child] == row and tokens[begin + child] == emitted[-1]:
+                row = child
+                path.append(row)
+                emitted.append(winner_N[begin + row])
+        count = end - begin - 1
+        verdicts.append(Verdict(tuple(path), tuple(emitted), num_drafted=count, num_verified=count))
+    return verdicts

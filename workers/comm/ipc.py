@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import Any
 
 import msgpack
@@ -52,14 +52,19 @@ class _NodeCounts:
 
     def count_nodes(self, pruned: Sequence[int], verified: Sequence[int], num_accepted: int) -> None:
         """Add one tree: its nodes by depth, and the number of its accepted tokens that were emitted."""
+        self.add_nodes(pruned, verified, [1] * num_accepted)
+
+    def add_nodes(self, pruned: Sequence[int], verified: Sequence[int], accepted: Sequence[int]) -> None:
+        """Add nodes by depth."""
         for total, added in (
             (self.pruned_per_depth, pruned),
             (self.verified_per_depth, verified),
-            (self.accepted_per_depth, [1] * num_accepted),
+            (self.accepted_per_depth, accepted),
         ):
-            total += [0] * (len(added) - len(total))
-            for depth, number in enumerate(added):
-                total[depth] += number
+            if len(added) > len(total):
+                total += [0] * (len(added) - len(total))
+            if added:
+                total[: len(added)] = map(add, total, added)
 
     @property
     def num_draft_tokens(self) -> int:
