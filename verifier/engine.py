@@ -319,8 +319,8 @@ class Engine:
         for request, chunk in step.prefill:
             request.num_computed = chunk.stop
         for request, verdict in zip(step.decode, verdicts, strict=False):
-            root = request.root
-            request.num_computed = root + len(verdict.tokens)
+            root = request.num_computed  # of a decoding request
+            request.num_computed += len(verdict.tokens)
             if verdict.path:
                 self._moves += [
                     Move(request, root + row, root + i) for i, row in enumerate(verdict.path, start=1) if row != i
