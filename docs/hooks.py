@@ -27,7 +27,7 @@ from secateur.config import AppArgs, EngineArgs, ModelLoadingConfig, PlacementGr
 from secateur.responses_api import ResponsesRequest
 from secateur.settings import settings_of
 from secateur.speculative import Speculative, SpeculativeConfig
-from secateur.vllm_names import ADVICE, SPECULATIVE_ADVICE
+from secateur.vllm_names import ADVICE, SGLANG_ADVICE, SPECULATIVE_ADVICE
 from workers.models import gguf
 from workers.models.config_json import SUPPORTED_ARCHITECTURES
 from workers.models.transformers_spec import TESTED
@@ -239,6 +239,7 @@ def vllm() -> str:
     """Return the table of vLLM's settings that have another name here, or none."""
     rows = [f"| `--{name}` | {text} |" for name, text in sorted(ADVICE.items())]
     keys = [f"| `{name}` | {text} |" for name, text in sorted(SPECULATIVE_ADVICE.items())]
+    others = [f"| `--{name}` | {text} |" for name, text in sorted(SGLANG_ADVICE.items())]
     parts = [
         "# vLLM's other settings",
         "Options of vLLM that Secateur does not have, and what to do instead. Options that begin with "
@@ -247,6 +248,9 @@ def vllm() -> str:
         "\n".join(["| vLLM | here |", "| --- | --- |", *rows]),
         "## Keys of `speculative_config`",
         "\n".join(["| vLLM | here |", "| --- | --- |", *keys]),
+        "## SGLang's options",
+        "Without those that vLLM has too.",
+        "\n".join(["| SGLang | here |", "| --- | --- |", *others]),
     ]
     return "\n\n".join(parts) + "\n"
 

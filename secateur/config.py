@@ -342,6 +342,9 @@ def resolve_model(name: str) -> str:
         if not path.exists():
             raise ConfigError(f"no model at {name}; give an existing folder or a Hugging Face id")
         return str(path)
+    if (name.count("/") != 1 or name.endswith(".gguf")) and not Path(name).exists():
+        near = f" (did you mean {SMOLLM2!r}?)" if name.lower().startswith("smol") else ""
+        raise ConfigError(f"no model at {name}{near}; give an existing folder, or a Hugging Face id such as org/model")
     return name
 
 

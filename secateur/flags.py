@@ -86,12 +86,12 @@ ENGINE_FLAGS: dict[str, Any] = {
 }
 _sampling = functools.partial(_flag, rich_help_panel="Sampling")
 
-# The service checks all ranges; these bounds catch common mistakes before a service starts.
+# The models of `secateur.requests` check ranges, here and in the service.
 SAMPLING_FLAGS: dict[str, Any] = {
-    "max_tokens": _sampling(int, "--max-tokens", help="The most tokens to generate [complete: 16].", min=1),
-    "temperature": _sampling(float, "--temperature", help="0 is greedy [the model's own, else 1.0].", min=0.0),
+    "max_tokens": _sampling(int, "--max-tokens", help="The most tokens to generate [complete: 16]."),
+    "temperature": _sampling(float, "--temperature", help="0 is greedy [the model's own, else 1.0]."),
     "top_p": _sampling(float, "--top-p", help="Keep the most probable tokens up to this mass."),
-    "top_k": _sampling(int, "--top-k", help="Keep this many of the most probable tokens; 0 keeps all.", min=-1),
+    "top_k": _sampling(int, "--top-k", help="Keep this many of the most probable tokens; 0 keeps all."),
     "stop": _sampling(list[str], "--stop", help="Stop before this text; repeat the flag for several.", metavar="TEXT"),
     "presence_penalty": _sampling(
         float, "--presence-penalty", help="Subtracted from the logits of tokens that occurred [0]."

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     Field,
+    ValidationError,
     field_validator,
     model_validator,
 )
@@ -29,6 +30,7 @@ from secateur.bodies import (
     wrong,
 )
 from secateur.errors import ConfigError, Problem
+from secateur.schema import problems_of
 from secateur.speculative import Speculative
 from secateur.tools import CALLED_TYPES, MAX_TOOLS, AllowedTools, Tool, ToolChoice, ToolFunction, calls_of
 
@@ -415,6 +417,14 @@ class SamplingRequest(GenerationOptions):
         if "disable_additional_properties" in self.model_fields_set and self.structure is None:
             unread.append("disable_additional_properties")
         return sorted([*super().ignored(), *nested, *unread])
+
+
+def check_sampling(fields: Mapping[str, Any]) -> None:
+    """Check fields of a request before there is one, as the service will. Raises ConfigError."""
+    try:
+        CompletionRequest.model_validate({"prompt": "", **fields})
+    except ValidationError as error:
+        raise ConfigError(*problems_of(error, CompletionRequest.model_fields)) from None
 
 
 def listed(items: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ _MOST_PROBLEMS, _MOST_SHOWN = 20, 200  # every entry of a long list may be wrong
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
     """Return ` (did you mean 'x'?)` for the nearest valid word, or the list of all valid words."""
     choices = sorted(valid)
-    if near := difflib.get_close_matches(word, choices, n=1, cutoff=0.5):
+    if near := difflib.get_close_matches(word.lower(), choices, n=1, cutoff=0.5):
         return f" (did you mean {near[0]!r}?)"
     return f" (valid: {', '.join(choices)})"
 
@@ -50,7 +50,7 @@ def _problems_of_item(item: Any, known: Iterable[str]) -> list[Problem]:
         case _:
             # "Input should be greater than 0" -> "must be greater than 0 (got -1)", "List should have" -> "must have"
             message = re.sub("^(Input|List|Dictionary|String) should ", "must ", item["msg"])
-            message = message.replace(" after validation", "")
+            message = message.replace(" after validation", "").partition(", unable to parse")[0]
             value = item["input"]
             shown = "" if isinstance(value, dict | BaseModel) else f" (got {_short(value)})"
             return [Problem(field, message + shown)]

@@ -140,7 +140,11 @@ class EngineSettings(Settings):
     tokenizer: Annotated[str | None, Flag("Folder or id", MODEL, default="the model's own")] = None
     generation_config: Annotated[
         Literal["auto", "none"],
-        Flag("Default sampling parameters: the model's generation_config.json (auto) or OpenAI's (none)", MODEL),
+        Flag(
+            "Default sampling parameters: the model's generation_config.json (auto) or OpenAI's (none)",
+            MODEL,
+            vllm_values={"vllm": "none"},
+        ),
     ] = "auto"
     revision: Annotated[str | None, Flag("Branch, tag or commit of a Hugging Face id", MODEL)] = None
     tensor_parallel_size: Annotated[PositiveInt, Flag("Devices of the verifier", MODEL, short="-tp")] = 1

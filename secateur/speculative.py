@@ -59,8 +59,10 @@ class SpeculativeConfig(SpeculativeSettings, Strict):
             raise ConfigError(*problems)
         method, model = data.get("method"), data.get("model")
         if method is None:
-            if not isinstance(model, str):
+            if model is None:
                 raise ConfigError(_no_drafter(data))
+            if not isinstance(model, str):
+                raise ConfigError(Problem("model", f"must be the drafter's folder or id, a text (got {model!r})"))
             method = infer_method(model)
         elif isinstance(method, str):
             method = _canonical_method(method)
@@ -271,8 +273,8 @@ def _is_mtp(name: object) -> bool:
 
 
 def _no_drafter(data: dict[str, Any]) -> str:
-    given = "num_speculative_tokens" if "num_speculative_tokens" in data else next(iter(data), "speculative_config")
-    return (
-        f"{given} was provided but without speculative model. "
-        "Give 'model' (the drafter's folder or id), or 'method': 'ngram' or 'mtp'"
-    )
+    instead = "Give 'model' (the drafter's folder or id), or 'method': 'ngram' or 'mtp'"
+    if not data:
+        return f"has no keys. {instead}"
+    given = "num_speculative_tokens" if "num_speculative_tokens" in data else next(iter(data))
+    return f"{given} was provided but without speculative model. {instead}"

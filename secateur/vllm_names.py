@@ -1,4 +1,4 @@
-"""vLLM's spellings of settings, and what replaces those of its settings that Secateur does not have."""
+"""vLLM's spellings of settings, and what replaces those settings of vLLM and SGLang that Secateur does not have."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Any
 from secateur.errors import ConfigError, Problem
 from secateur.settings import EngineSettings, Setting, settings_of
 
+_OBJECT = """as in '{"method": "ngram"}'"""
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _COUNT = re.compile(r"(\d+)(?:\.(\d+))?([kKmMgGtT])")
 NOTHING = "there is nothing to set here; leave it out"
 _LORA = "adapters are not supported; merge the adapter into the weights"
 _MULTIMODAL = "models are served as text models; leave it out"
 _QUANTISED = "block FP8 and GGUF are read without a setting, other methods are not supported; leave it out"
-_REMOTE_CODE = "code of a model's repository is never run; a model must be one that transformers knows"
-_GRAPHS = "CUDA graphs are captured by themselves; --enforce-eager switches them off"
-_GRAMMAR = "llguidance needs no setting; of its settings --disable-additional-properties is there, and on"
-_PARALLEL = "an engine has tensor parallelism alone (--tensor-parallel-size); for more throughput add replicas"
+_REMOTE_CODE = "code of a repository is never run, and a model must be one that transformers knows; leave it out"
+_GRAPHS = "CUDA graphs are captured without it (--enforce-eager switches them off); leave it out"
+_GRAMMAR = "llguidance needs no setting but --disable-additional-properties, which is on; leave it out"
+_PARALLEL = "an engine has tensor parallelism only; write --tensor-parallel-size, and add replicas for more throughput"
+_REPLICAS = "set num_replicas in the Serve application, as in the guide on Kubernetes"
 _KERNELS = "--kernels holds for the drafter too; leave it out"
 _BATCH_SIZE = "speculative_tree_prune 'auto' shrinks trees where they do not pay; leave it out"
 
@@ -54,8 +56,8 @@ _NAMES_BY_ADVICE = {
     "kv-events-config kv-offloading-size",
     "there is no sleep mode; scale the replicas instead": "enable-sleep-mode",
     _PARALLEL: "pipeline-parallel-size enable-expert-parallel decode-context-parallel-size "
-    "prefill-context-parallel-size",
-    "add replicas: num_replicas of the Serve application, see the guide on Kubernetes": "data-parallel-size "
+    "prefill-context-parallel-size enable-eplb eplb-config",
+    _REPLICAS: "data-parallel-size "
     "data-parallel-rank data-parallel-size-local data-parallel-address data-parallel-backend data-parallel-hybrid-lb "
     "data-parallel-external-lb api-server-count",
     "start a Ray cluster and set RAY_ADDRESS": "nnodes node-rank master-addr master-port headless",
@@ -65,8 +67,8 @@ _NAMES_BY_ADVICE = {
     "it is always so; leave it out": "enable-chunked-prefill enable-auto-tool-choice "
     "exclude-tools-when-tool-choice-none enable-prompt-tokens-details enable-server-load-tracking "
     "enable-request-id-headers",
-    'it is a key of --speculative-config, as in \'{"method": "eagle3", "model": ...}\'': "speculative-model "
-    "num-speculative-tokens",
+    'write model in --speculative-config, as in \'{"method": "eagle3", "model": ...}\'': "speculative-model",
+    "write num_speculative_tokens in --speculative-config": "num-speculative-tokens",
     "write draft_tensor_parallel_size in --speculative-config": "speculative-draft-tensor-parallel-size",
     "the drafter follows every sequence of the target; leave it out": "speculative-max-model-len",
     _BATCH_SIZE: "speculative-disable-by-batch-size",
@@ -90,10 +92,46 @@ _NAMES_BY_ADVICE = {
     "max-num-partial-prefills max-long-partial-prefills long-prefill-token-threshold async-scheduling "
     "num-scheduler-steps scheduler-delay-factor stream-interval num-lookahead-slots preemption-mode "
     "response-role disable-log-stats log-error-stack show-hidden-metrics-for-version "
+    "use-v2-block-manager performance-mode kv-cache-metrics enable-flashinfer-autotune gdn-prefill-backend "
     "disable-frontend-multiprocessing h11-max-incomplete-event-size h11-max-header-count",
 }
 ADVICE = {name: text for text, names in _NAMES_BY_ADVICE.items() for name in names.split()}
 """What to do instead of each of vLLM's settings; also the reference page reference/vllm.md."""
+_SGLANG_NAMES_BY_ADVICE = {
+    "write the model as an argument, `secateur serve MODEL`": "model-path",
+    "write --tokenizer": "tokenizer-path",
+    "write --tensor-parallel-size (-tp)": "tp tp-size",
+    _REPLICAS: "dp dp-size",
+    _PARALLEL: "ep ep-size pp pp-size enable-dp-attention moe-a2a-backend moe-dense-tp-size",
+    "write --gpu-memory-utilization": "mem-fraction-static",
+    "write --max-model-len": "context-length",
+    "write --max-num-seqs": "max-running-requests",
+    "write --num-pages": "max-total-tokens",
+    "write --max-num-batched-tokens": "chunked-prefill-size max-prefill-tokens",
+    "write --no-enable-prefix-caching": "disable-radix-cache",
+    "write --scheduling-policy": "schedule-policy",
+    "write --generation-config": "sampling-defaults",
+    "write --seed": "random-seed",
+    "write --hang-timeout": "watchdog-timeout",
+    "write --kernels": "sampling-backend mm-attention-backend",
+    "write --enforce-eager": "disable-cuda-graph",
+    _GRAPHS: "cuda-graph-max-bs cuda-graph-bs disable-cuda-graph-padding enable-torch-compile torch-compile-max-bs",
+    _GRAMMAR: "grammar-backend",
+    "write method in --speculative-config": "speculative-algorithm speculative-algo",
+    "write model in --speculative-config": "speculative-draft-model-path speculative-draft",
+    "write speculative_tree_max_depth in --speculative-config": "speculative-num-steps",
+    "write speculative_tree_max_children in --speculative-config": "speculative-eagle-topk",
+    "write num_speculative_tokens in --speculative-config": "speculative-num-draft-tokens",
+    "start a Ray cluster and set RAY_ADDRESS": "dist-init-addr",
+    "set CUDA_VISIBLE_DEVICES in the environment": "base-gpu-id gpu-id-step",
+    "/metrics is always there; leave it out": "enable-metrics",
+    "requests and their texts are never logged; leave it out": "log-requests log-requests-level",
+    "edit config.json in a copy of the model": "json-model-override-args",
+    "models generate text; leave it out": "is-embedding",
+    NOTHING: "skip-server-warmup enable-p2p-check enable-mixed-chunk schedule-conservativeness",
+}
+SGLANG_ADVICE = {name: text for text, names in _SGLANG_NAMES_BY_ADVICE.items() for name in names.split()}
+"""The same for SGLang's options, without those that vLLM has too."""
 SPECULATIVE_ADVICE: dict[str, str] = {
     "disable_by_batch_size": _BATCH_SIZE,
     "revision": "give the drafter as a folder of that revision",
@@ -131,8 +169,13 @@ SHORT_NAMES = {
 """vLLM's short options that Secateur does not have, by their long names; -O1 to -O3 are treated likewise."""
 
 
+def project_of(name: str) -> str:
+    """Return whose option it is that `advice_about` knows."""
+    return "SGLang" if name.removeprefix("--") in SGLANG_ADVICE else "vLLM"
+
+
 def advice_about(name: str) -> str | None:
-    """Return what to use instead of a setting of vLLM, or None if vLLM has no such setting or Secateur has it too.
+    """Return what to use instead of a setting of vLLM or SGLang, or None where neither has it or Secateur has it too.
 
     `name` is an option such as --block-size, -pp or --no-enable-chunked-prefill, or a key such as block_size.
     """
@@ -142,8 +185,8 @@ def advice_about(name: str) -> str | None:
     if long.removeprefix("no-") == "enable-chunked-prefill" and long.startswith("no-"):
         return "prompts are always computed in chunks; leave it out, and raise --max-num-batched-tokens"
     for known in (long, long.removeprefix("no-")):
-        if known in ADVICE:
-            return ADVICE[known]
+        if (advice := ADVICE.get(known) or SGLANG_ADVICE.get(known)) is not None:
+            return advice
         if found := [text for start, text in _FAMILIES.items() if known.startswith(start)]:
             return found[0]
     return None
@@ -216,9 +259,9 @@ def _read_object(value: Any) -> Any:
     try:
         read = json.loads(value)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error}; quote it with '...'") from None
+        raise ValueError(f"not JSON ({error}); write it in single quotes, {_OBJECT}") from None
     if not isinstance(read, dict):
-        raise ValueError(f"must be a JSON object, got {value}")
+        raise ValueError(f"must be a JSON object, {_OBJECT} (got {value})")
     return read
 
 
@@ -232,6 +275,8 @@ def _read_list(value: Any) -> Any:
 
 
 def _read_names(value: Any) -> Any:
+    if value == "":
+        raise ValueError("is empty; write a name, or leave it out")
     read = _read_list(value)
     return read[0] if isinstance(read, list) and len(read) == 1 else read
 

@@ -19,11 +19,13 @@ from secateur.cli.completion import COMPLETE_VARIABLE, completion, prepare_compl
 from secateur.cli.serving import plan, serve
 from secateur.cli.talking import chat, complete
 from secateur.cli.top import top
-from secateur.errors import ConfigError, SecateurError
+from secateur.cli.usage import Group, UsageError, show_error
+from secateur.errors import BatchError, ConfigError, SecateurError
 
 # rich's tables would fold the examples, and its tracebacks would bury our one-line errors.
 app = typer.Typer(
     name="secateur",
+    cls=Group,
     help="Serve language models with tree speculative decoding, and talk to such a service.",
     no_args_is_help=True,
     add_completion=False,
@@ -54,20 +56,25 @@ def main(argv: list[str] | None = None, own: typer.Typer = app) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
-            own(args=argv, prog_name="secateur" if own is app else None)
+            code = own(args=argv, prog_name="secateur" if own is app else None, standalone_mode=False)
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0
-    except ConfigError as error:
+        code = end.code
+    except UsageError as error:
+        show_error(error)
+        return 2
+    except (ConfigError, BatchError) as error:
         return _fail(error, 2)
     except SecateurError as error:
         return _fail(error, 1)
-    return 0
+    except typer.Abort:
+        return _fail("standard input ended", 1)
+    return code if isinstance(code, int) else 0
 
 
 def _warn(message: Warning | str, *_args: object, **_options: object) -> None:
     typer.echo(f"secateur: warning: {message}", err=True)
 
 
-def _fail(error: Exception, code: int) -> int:
+def _fail(error: Exception | str, code: int) -> int:
     typer.echo(f"secateur: error: {error}", err=True)
     return code

@@ -10,10 +10,11 @@ import typer
 
 from secateur.cli.command import Command
 from secateur.cli.options import ApiKey, AsJson
+from secateur.cli.usage import Group
 from secateur.errors import ConfigError
 
 batch_app = typer.Typer(
-    help="Answer files of requests (OpenAI's batch format).", no_args_is_help=True, rich_markup_mode=None
+    cls=Group, help="Answer files of requests (OpenAI's batch format).", no_args_is_help=True, rich_markup_mode=None
 )
 
 
@@ -39,7 +40,7 @@ def batch_run(
         bool, typer.Option("--ordered", help="Put the answers into the order of the input when the run ends.")
     ] = False,
     retries: Annotated[int, typer.Option("--retries", min=0, help="Tries again per request.")] = 5,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 600.0,
+    timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for an answer.")] = 600.0,
     outage_timeout: Annotated[
         float, typer.Option("--outage-timeout", min=0, help="Seconds that the service may be gone, once it was there.")
     ] = 300.0,

@@ -11,6 +11,7 @@ import typer
 from secateur.cli.checks import check_none_given, checked
 from secateur.cli.command import Command
 from secateur.cli.options import ApiKey, AsJson, BaseUrl, ModelArgument, ModelName
+from secateur.cli.usage import Group
 from secateur.errors import ConfigError
 from secateur.flags import with_engine_flags
 from secateur.install import needs_extra, service_part
@@ -20,7 +21,7 @@ MAX_PROMPTS = 32
 """Most prompts that the benchmarks read; further requests repeat them."""
 
 bench_app = typer.Typer(
-    help="Measure an engine's steps, and a service under load.", no_args_is_help=True, rich_markup_mode=None
+    cls=Group, help="Measure an engine's steps, and a service under load.", no_args_is_help=True, rich_markup_mode=None
 )
 
 PromptsFile = Annotated[

@@ -17,11 +17,13 @@ from typer.core import TyperCommand
 
 from secateur.errors import SecateurError
 from secateur.flags import SPECULATIVE_KEYS
-from secateur.vllm_names import NEEDLESS, SHORT_NAMES, advice_about
+from secateur.settings import SpeculativeSettings
+from secateur.vllm_names import NEEDLESS, SHORT_NAMES, advice_about, project_of
 
 GROUPS = ("Arguments", "Options", "Sampling", "Model", "Speculation", "Limits", "Serving")
 """The order of the sections of --help."""
 _JSON_OPTION = "--speculative-config"
+_SPECULATIVE_KEYS = frozenset(SpeculativeSettings.__annotations__)
 
 
 class Command(TyperCommand):
@@ -54,6 +56,9 @@ class _Rewriter:
         params: list[Any] = command.get_params(ctx)
         options = [param for param in params if param.param_type_name == "option"]
         self._options = {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
+        self._shown = sorted(
+            name for name, option in self._options.items() if name.startswith("--") and not option.hidden
+        )
         self._takes_model = any(param.name == "model" and param.param_type_name == "argument" for param in params)
         self._json: dict[str, Any] = {}
         self._problems: list[str] = []  # with options that there are not
@@ -97,7 +102,7 @@ class _Rewriter:
 
     def _next(self, rest: deque[str], arg: str) -> str:
         if not rest:
-            self._ctx.fail(f"Option {arg!r} requires an argument.")
+            self._ctx.fail(f"{arg}: a value is missing; write it after the option")
         return rest.popleft()
 
     def _set_key(self, name: str, path: str, text: str) -> None:
@@ -105,13 +110,13 @@ class _Rewriter:
         option = self._options.get(name)
         if option is None or _JSON_OPTION not in option.opts:
             if option is not None or not self._is_foreign(name):
-                self._problems.append(f"{name}.{path}: {name} holds no keys; only {_JSON_OPTION} does.")
+                self._problems.append(f"{name}.{path}: {name} holds no keys; only {_JSON_OPTION} does")
             return
         value, key = _parsed(text), path.removesuffix("+").replace("-", "_")
         if path.endswith("+"):
             value = self._json.get(key, []) + text.split(",")
         elif self._json.get(key, value) != value:
-            self._ctx.fail(f"{name}.{path} is given twice, as {self._json[key]!r} and {value!r}; keep one.")
+            self._ctx.fail(f"{name}.{path} is given twice, as {self._json[key]!r} and {value!r}; keep one")
         self._json[key] = value
 
     def _is_foreign(self, name: str) -> bool:
@@ -121,18 +126,23 @@ class _Rewriter:
         """
         if name in self._options or not (name.startswith("--") or name[:2] == "-O" or name in SHORT_NAMES):
             return False
-        if advice := advice_about(name):
-            if name in NEEDLESS:
-                warnings.warn(f"{name}: {advice}", stacklevel=2)
-            else:
-                self._problems.append(f"{name} is an option of vLLM that Secateur does not have: {advice}.")
-            return True
+        advice = advice_about(name)
+        if name in NEEDLESS:
+            warnings.warn(f"{name}: {advice}", stacklevel=2)
+        elif advice is not None:
+            self._problems.append(f"{name} is an option of {project_of(name)} that Secateur does not have: {advice}")
+        elif _JSON_OPTION in self._options and name[2:].replace("-", "_") in _SPECULATIVE_KEYS:
+            self._problems.append(f"{name} is a key of the drafter: write {_JSON_OPTION}.{name[2:]}")
+        else:
+            self._problems.append(f"there is no option {name}{self._nearest(name)}")
+        return True
+
+    def _nearest(self, name: str) -> str:
         from difflib import get_close_matches  # only where something is wrong
 
-        known = sorted(option for option in self._options if option.startswith("--"))
-        near = get_close_matches(name, known, n=1)
-        self._problems.append(f"No such option: {name}" + (f" (did you mean {near[0]}?)" if near else ""))
-        return True
+        near = get_close_matches(name, self._shown, n=1, cutoff=0.7)
+        near += [option for option in self._shown if option.endswith(name[1:])]
+        return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _spelt(name: str) -> str:

@@ -14,7 +14,7 @@ import typer
 
 from secateur.cli.checks import check_none_given, checked
 from secateur.cli.options import ApiKey, BaseUrl, ModelName
-from secateur.errors import ConfigError, Problem
+from secateur.errors import ConfigError
 from secateur.flags import with_engine_flags, with_sampling_flags
 from secateur.install import service_part
 
@@ -105,9 +105,11 @@ def _typed_or_piped(text: str) -> str:
 
 def _params(sampling: dict[str, Any], model: str | None) -> dict[str, Any]:
     """Return the fields of the request. Raises ConfigError."""
-    if "" in (sampling["stop"] or ()):
-        raise ConfigError(Problem("--stop", "an empty text stops nothing; remove it"))
-    return {"model": model, **sampling, "stop": sampling["stop"] or None}
+    from secateur.requests import check_sampling
+
+    fields = {**sampling, "stop": sampling["stop"] or None}
+    check_sampling(fields)
+    return {"model": model, **fields}
 
 
 def _service(

@@ -144,7 +144,7 @@ def test_help_has_the_settings_their_defaults_and_the_modules_example(asked, cap
         (["--batches", "0"], "batches.0: must be greater than or equal to 1"),
         (["--target-cost", "300M"], "target_cost: must be 300m, 8b or HIDDENxLAYERS such as 512x12"),
         (["--target-cost", "100x9"], "must be a multiple of 256 (got 100)"),
-        (["--rownds", "3"], "No such option: --rownds (did you mean --rounds?)"),
+        (["--rownds", "3"], "there is no option --rownds (did you mean --rounds?)"),
     ],
 )
 def test_wrong_settings_are_reported_before_anything_is_loaded(flags, says, asked, capsys) -> None:

@@ -8,7 +8,7 @@ from secateur.config import AppArgs, EngineArgs
 from secateur.errors import ConfigError
 from secateur.flags import ENGINE_FLAGS, SERVER_FLAGS
 from secateur.speculative import SpeculativeConfig
-from secateur.vllm_names import ADVICE, SHORT_NAMES, SPECULATIVE_ADVICE, advice_about, read_count
+from secateur.vllm_names import ADVICE, SGLANG_ADVICE, SHORT_NAMES, SPECULATIVE_ADVICE, advice_about, read_count
 
 
 @pytest.mark.parametrize(
@@ -142,11 +142,11 @@ def test_no_replacement_hides_a_setting_of_ours():
 
 def test_every_option_that_a_replacement_names_exists():
     ours = {*EngineArgs.model_fields, *ENGINE_FLAGS, *SERVER_FLAGS}
-    named = {
-        flag for text in [*ADVICE.values(), *SPECULATIVE_ADVICE.values()] for flag in re.findall(r"--([a-z-]+)", text)
-    }
-    assert {flag.replace("-", "_") for flag in named} <= ours
-    keys = {key for text in ADVICE.values() for key in re.findall(r"write (\w+) .*in --speculative-config", text)}
+    texts = [*ADVICE.values(), *SGLANG_ADVICE.values()]
+    named = {flag for text in [*texts, *SPECULATIVE_ADVICE.values()] for flag in re.findall(r"--([a-z-]+)", text)}
+    assert {flag.removeprefix("no-").replace("-", "_") for flag in named} <= ours
+    assert not ADVICE.keys() & SGLANG_ADVICE.keys()
+    keys = {key for text in texts for key in re.findall(r"write (\w+) .*in --speculative-config", text)}
     assert keys and keys <= set(SpeculativeConfig.model_fields)
 
 
