@@ -76,8 +76,9 @@ _NAMES_BY_ADVICE = {
     "write prompt_lookup_min in --speculative-config": "ngram-prompt-lookup-min",
     "write acceptance ('coupled' or 'rejection') in --speculative-config": "spec-decoding-acceptance-method",
     "set return_speculative_stats in each request, or read /metrics": "enable-per-request-metrics",
+    "write --log-level": "uvicorn-log-level",
     "requests and their texts are never logged; leave it out": "disable-log-requests enable-log-requests "
-    "enable-log-outputs enable-log-deltas max-log-len uvicorn-log-level disable-uvicorn-access-log "
+    "enable-log-outputs enable-log-deltas max-log-len disable-uvicorn-access-log "
     "disable-access-log-for-endpoints",
     "logs follow Ray's settings; leave it out": "log-config-file",
     "set OTEL_EXPORTER_OTLP_ENDPOINT in the environment": "otlp-traces-endpoint",

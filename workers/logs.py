@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import suppress
 from pathlib import Path
 
 
 def log_as(role: str) -> None:
-    """Log INFO and above to stderr. Has no effect if the process has already configured logging."""
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s")
+    """Log to stderr, INFO and above unless the environment says otherwise; if logging is configured, do nothing."""
+    level = os.environ.get("SECATEUR_LOG_LEVEL", "info").upper()
+    logging.basicConfig(level=level, format=f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s")
 
 
 def name_process(role: str) -> None:

@@ -39,6 +39,7 @@ from cluster.text.tokenizer_pool import TokenizerPool
 from secateur.api_keys import check_api_keys
 from secateur.batch_dir import check_batch_dir
 from secateur.config import EngineArgs
+from secateur.logs import VARIABLE as LOG_LEVEL
 from workers.config import EngineConfig
 from workers.models.specs import Specs
 
@@ -194,6 +195,6 @@ def _log_through_serve() -> None:
     serve_logger = logging.getLogger("ray.serve")
     for name in ("cluster", "secateur"):
         ours = logging.getLogger(name)
-        ours.setLevel(logging.INFO)
+        ours.setLevel(os.environ.get(LOG_LEVEL, "info").upper())
         ours.handlers = serve_logger.handlers
         ours.propagate = False

@@ -17,6 +17,7 @@ from secateur.cli.bench import bench_app
 from secateur.cli.command import Command
 from secateur.cli.completion import COMPLETE_VARIABLE, completion, prepare_completion
 from secateur.cli.serving import plan, serve
+from secateur.cli.setup import download, env
 from secateur.cli.talking import chat, complete
 from secateur.cli.top import top
 from secateur.cli.usage import Group, UsageError, show_error
@@ -33,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-for command in (serve, plan, complete, chat, top, completion):
+for command in (serve, plan, download, complete, chat, top, env, completion):
     app.command(cls=Command)(command)
 app.add_typer(batch_app, name="batch")
 app.add_typer(bench_app, name="bench")

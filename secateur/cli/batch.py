@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from secateur.cli.command import Command
-from secateur.cli.options import ApiKey, AsJson
+from secateur.cli.options import ApiKey, AsJson, LogLevel
 from secateur.cli.usage import Group
 from secateur.errors import ConfigError
 
@@ -44,6 +44,7 @@ def batch_run(
     outage_timeout: Annotated[
         float, typer.Option("--outage-timeout", min=0, help="Seconds that the service may be gone, once it was there.")
     ] = 300.0,
+    log_level: LogLevel = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer every line of a file. Stop it at any moment and run it again: answered lines are not sent twice.

@@ -10,7 +10,7 @@ import typer
 
 from secateur.cli.checks import check_none_given, checked
 from secateur.cli.command import Command
-from secateur.cli.options import ApiKey, AsJson, BaseUrl, ModelArgument, ModelName
+from secateur.cli.options import ApiKey, AsJson, BaseUrl, LogLevel, ModelArgument, ModelName
 from secateur.cli.usage import Group
 from secateur.errors import ConfigError
 from secateur.flags import with_engine_flags
@@ -57,6 +57,7 @@ def bench_step(
     prompts: PromptsFile = BUNDLED_PROMPTS,
     output: Output = Path("results"),
     quick: Quick = False,
+    log_level: LogLevel = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the parts of a step, by nodes and requests: JSON and Markdown.
@@ -112,6 +113,7 @@ def bench_serve(
     prompts: PromptsFile = BUNDLED_PROMPTS,
     output: Output = Path("results"),
     quick: Quick = False,
+    log_level: LogLevel = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure a service under load: TTFT, TPOT, ITL, E2E percentiles and goodput: JSON and Markdown.

@@ -1,6 +1,6 @@
 """The class of all commands: options in groups, several numbers at once, and vLLM's spellings of options.
 
-- `--nodes 4 8` is `--nodes 4 --nodes 8`; behind the model, words are repeated like that, too.
+- `--nodes 4 8` and `--nodes 4,8` are `--nodes 4 --nodes 8`; after all arguments, words are repeated like that, too.
 - `--max_model_len` is `--max-model-len`; `--model X` is X where the model is an argument.
 - `--speculative-config.num_speculative_tokens 3` sets one key of a JSON option; `key+ value` appends to a list.
 - Unknown options are all named in one error, with the nearest known one, or what replaces an option of vLLM.
@@ -23,6 +23,8 @@ from secateur.vllm_names import NEEDLESS, SHORT_NAMES, advice_about, project_of
 GROUPS = ("Arguments", "Options", "Sampling", "Model", "Speculation", "Limits", "Serving")
 """The order of the sections of --help."""
 _JSON_OPTION = "--speculative-config"
+_TEXTS = ("--stop",)
+"""Options of free text, in which a comma is a comma."""
 _SPECULATIVE_KEYS = frozenset(SpeculativeSettings.__annotations__)
 
 
@@ -59,6 +61,7 @@ class _Rewriter:
         self._shown = sorted(
             name for name, option in self._options.items() if name.startswith("--") and not option.hidden
         )
+        self._num_arguments = len(params) - len(options)
         self._takes_model = any(param.name == "model" and param.param_type_name == "argument" for param in params)
         self._json: dict[str, Any] = {}
         self._problems: list[str] = []  # with options that there are not
@@ -67,18 +70,19 @@ class _Rewriter:
         found: list[str] = []
         rest = deque(args)
         repeatable = ""  # the option that further numbers belong to
-        has_model = False  # so that further words belong to the option as well
+        num_given = 0  # arguments; when all are given, further words belong to the option as well
         while rest:
             arg = rest.popleft()
-            if repeatable and (_is_number(arg) or (has_model and not arg.startswith("-"))):
-                found += [repeatable, arg]
+            is_more = num_given == self._num_arguments and repeatable not in _TEXTS and not arg.startswith("-")
+            if repeatable and (_is_number(arg) or is_more):
+                found += _repeated(repeatable, arg)
                 continue
             repeatable = ""
             if arg == "--":
                 found += [arg, *rest]
                 break
             if not arg.startswith("-") or arg == "-" or _is_number(arg):
-                has_model |= self._takes_model
+                num_given += 1
                 found.append(arg)
                 continue
             name, equals, value = arg.partition("=")
@@ -86,16 +90,19 @@ class _Rewriter:
             if dot:
                 self._set_key(name, path, value if equals else self._next(rest, arg))
             elif name == "--model" and self._takes_model:
-                has_model = True
+                num_given += 1
                 found.append(value if equals else self._next(rest, arg))
             elif (option := self._options.get(name)) is None:
                 if not self._is_foreign(name):
                     found.append(arg)  # several short options in one, for the parser to judge
             else:
+                repeatable = name if option.multiple else ""
+                if repeatable and (equals or rest):
+                    found += _repeated(name, value if equals else rest.popleft())
+                    continue
                 found.append(name + equals + value)
                 if not (equals or option.is_flag) and rest:
                     found.append(rest.popleft())
-                repeatable = name if option.multiple else ""
         if self._problems:
             self._ctx.fail("\n".join(self._problems))
         return found + ([SPECULATIVE_KEYS, json.dumps(self._json)] if self._json else [])
@@ -165,9 +172,16 @@ def _parsed(text: str) -> Any:
         return text
 
 
+def _repeated(name: str, text: str) -> list[str]:
+    """Return the option once for each item of a list with commas; a JSON list and free text stay whole."""
+    is_whole = name in _TEXTS or text.startswith("[")
+    items = [text] if is_whole else [item.strip() for item in text.split(",") if item.strip()] or [text]
+    return [word for item in items for word in (name, item)]
+
+
 def _is_number(text: str) -> bool:
+    """Return whether the text is a number, or several with commas."""
     try:
-        float(text)
+        return [float(part) for part in text.split(",") if part or text == ""] != []
     except ValueError:
         return False
-    return True

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from secateur.cli.checks import checked
-from secateur.cli.options import AsJson, ModelArgument
+from secateur.cli.options import AsJson, LogLevel, ModelArgument
 from secateur.flags import with_engine_flags
 from secateur.install import service_part
 
@@ -18,7 +18,7 @@ HARDWARE_NAMES = ("a100", "l4", "l40s", "h100", "h200", "b200")
 
 
 @with_engine_flags(server=True)
-def serve(engine: dict[str, Any], model: ModelArgument = None) -> None:
+def serve(engine: dict[str, Any], model: ModelArgument = None, log_level: LogLevel = None) -> None:
     """Serve a model over HTTP, on Ray, until Ctrl-C (SIGINT) or SIGTERM; the third such signal kills it.
 
     Start-up progress goes to stderr; one line on stdout gives the address.
@@ -61,6 +61,7 @@ def plan(
     nodes: Annotated[
         int | None, typer.Option("--nodes", help="Draft nodes of every tree; 0 is none [the best for each batch].")
     ] = None,
+    log_level: LogLevel = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where drafter and verifier would run and whether they fit; predict speed and tree sizes.

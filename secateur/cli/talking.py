@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from secateur.cli.checks import check_none_given, checked
-from secateur.cli.options import ApiKey, BaseUrl, ModelName
+from secateur.cli.options import ApiKey, BaseUrl, LogLevel, ModelName
 from secateur.errors import ConfigError
 from secateur.flags import with_engine_flags, with_sampling_flags
 from secateur.install import service_part
@@ -22,6 +22,7 @@ Stats = Annotated[bool, typer.Option("--stats", help="Print acceptance length an
 ShowTrees = Annotated[
     bool, typer.Option("--show-trees", help="Draw the tree of each step; the text follows at the end.")
 ]
+_HEALTH_TIMEOUT_S = 2.0
 AsJson = Annotated[bool, typer.Option("--json", help="Print the service's whole answer, as one line of JSON.")]
 
 
@@ -37,6 +38,7 @@ def complete(
     stats: Stats = False,
     as_json: AsJson = False,
     show_trees: ShowTrees = False,
+    log_level: LogLevel = None,
 ) -> None:
     r"""Continue a text, streaming to stdout.
 
@@ -70,6 +72,7 @@ def chat(
     stats: Stats = False,
     as_json: AsJson = False,
     show_trees: ShowTrees = False,
+    log_level: LogLevel = None,
 ) -> None:
     """Chat with a model: one message, or a conversation (Ctrl-D ends it).
 
@@ -115,10 +118,20 @@ def _params(sampling: dict[str, Any], model: str | None) -> dict[str, Any]:
 def _service(
     engine: dict[str, Any], base_url: str | None, model: str | None, api_key: str | None
 ) -> AbstractContextManager[str]:
-    """Return a context with the URL of the given service, or of one that runs as long as the context."""
+    """Return a context with the URL of a running service, or of one that runs as long as the context.
+
+    Without a URL, a service at the default address is asked, unless a flag says what to start.
+    """
     if base_url is not None:
         check_none_given(engine)
         return nullcontext(base_url)
+    if model is None and not any(value is not None for value in engine.values()):
+        from secateur.client import DEFAULT_BASE_URL
+
+        if _answers(DEFAULT_BASE_URL):
+            typer.echo(f"secateur: asking the service at {DEFAULT_BASE_URL}", err=True)
+            return nullcontext(DEFAULT_BASE_URL)
+        typer.echo(f"secateur: no service at {DEFAULT_BASE_URL}; starting an engine for this command", err=True)
     args = checked(engine, model=model, port=0, api_key=api_key)
     has_terminal = sys.stderr is not None and sys.stderr.isatty()
     if has_terminal and find_spec("torch"):  # without it, print the error alone
@@ -127,6 +140,16 @@ def _service(
         args, shows_progress=has_terminal
     )
     return service
+
+
+def _answers(base_url: str) -> bool:
+    """Return whether a service at this address is ready."""
+    import httpx2
+
+    try:
+        return httpx2.get(f"{base_url}/health", timeout=_HEALTH_TIMEOUT_S, trust_env=False).is_success
+    except httpx2.HTTPError:
+        return False
 
 
 def _print_json(ask: Callable[..., Any], params: dict[str, Any], stats: bool, show_trees: bool) -> str:

@@ -19,6 +19,8 @@ COMMANDS = {
     "server": "write `secateur serve MODEL`",
     "generate": "write `secateur complete TEXT`",
     "run": "write `secateur chat`",
+    "collect-env": "write `secateur env`",
+    "pull": "write `secateur download MODEL`",
     "version": "write `secateur --version`",
     "help": "write `secateur --help`",
 }

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import logging
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ from secateur.batch import BatchSummary
 from secateur.cli.trees import draw_tree
 from secateur.client import Client
 from secateur.config import EngineArgs
+from secateur.environment import report
 from secateur.errors import ConfigError
 from secateur.flags import ENGINE_FLAGS, SERVER_FLAGS, engine_args_from
 from secateur.responses import (
@@ -265,7 +267,7 @@ def test_the_batch_folder_is_checked_before_the_start(cluster, monkeypatch, tmp_
 
 @pytest.mark.filterwarnings("default")
 def test_a_warning_is_one_line(cluster, capsys):
-    assert cli.main(["serve", "-sc", '{"model": "x", "enable_draft_probs": true}']) == 0
+    assert cli.main(["serve", "-sc", '{"model": "o/x", "enable_draft_probs": true}']) == 0
     assert capsys.readouterr().err.startswith("secateur: warning: enable_draft_probs has no effect")
 
 
@@ -432,6 +434,83 @@ def test_complete_without_a_url_starts_a_service(service, cluster, capsys):
     [(name, args)] = cluster
     assert name == "local_service" and args.port == 0 and args.speculative_config is None
     assert capsys.readouterr().out == "hello\n" and "model" not in service[0]
+
+
+@pytest.mark.parametrize("command", ["complete", "chat"])
+def test_a_running_service_at_the_default_address_is_asked_first(command, service, cluster, monkeypatch, capsys):
+    asked = []
+
+    def get(url, **options):
+        asked.append(url)
+        return httpx2.Response(200)
+
+    monkeypatch.setattr(httpx2, "get", get)
+    assert cli.main([command, "abc"]) == 0
+    assert asked == ["http://127.0.0.1:8000/health"] and not cluster
+    assert capsys.readouterr().err == "secateur: asking the service at http://127.0.0.1:8000\n"
+    # Flags of an engine, and a model, say what to start.
+    assert cli.main([command, "abc", "--no-speculation"]) == cli.main([command, "abc", "--model", "org/m"]) == 0
+    assert len(asked) == 1 and [args.model for _, args in cluster] == ["bundled:target", "org/m"]
+
+
+@pytest.mark.parametrize("answer", [httpx2.Response(503), httpx2.ConnectError("refused")])
+def test_without_a_running_service_an_engine_is_started(answer, service, cluster, monkeypatch, capsys):
+    def get(url, **options):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(httpx2, "get", get)
+    assert cli.main(["complete", "abc"]) == 0
+    assert [name for name, _ in cluster] == ["local_service"]
+    assert "no service at http://127.0.0.1:8000; starting an engine for this command" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("level", ["debug", "info", "warning", "error"])
+def test_the_log_level_holds_here_and_in_new_processes(level, cluster, monkeypatch):
+    monkeypatch.setenv("SECATEUR_LOG_LEVEL", "info")
+    ours = [logging.getLogger(name) for name in ("cluster", "secateur")]
+    before = [logger.level for logger in ours]
+    try:
+        assert cli.main(["serve", "--log-level", level]) == 0
+        assert {logging.getLevelName(logger.level).lower() for logger in ours} == {level}
+        assert os.environ["SECATEUR_LOG_LEVEL"] == level
+        code = "import logging; from workers.logs import log_as; log_as('x'); print(logging.root.level)"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert int(done.stdout) == getattr(logging, level.upper())
+    finally:
+        for logger, old in zip(ours, before, strict=True):
+            logger.setLevel(old)
+
+
+def test_env_shows_the_machine_and_no_secret(monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HF_HOME", "/models")
+    assert cli.main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert cli.main(["env", "--json"]) == 0
+    sections = json.loads(capsys.readouterr().out)
+    assert list(sections) == ["versions", "system", "gpus", "ray", "settings"]
+    assert sections["settings"]["HF_TOKEN"] == "(set)" and sections["settings"]["HF_HOME"] == "/models"
+    assert "hf_secret" not in text and all(f"{title}:" in text for title in sections)
+    assert sections["versions"]["torch"][0].isdigit()
+
+
+def test_env_imports_nothing_that_it_reports_on():
+    code = "import sys; from secateur.cli import main; main(['env']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert {"torch", "ray", "transformers"}.isdisjoint(done.stdout.splitlines()[-1].split())
+
+
+def test_env_lists_the_gpus_that_nvidia_smi_lists(monkeypatch, tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, NVIDIA H100 80GB HBM3, 81559 MiB, 4 MiB, 9.0, 580.1'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    shown = "NVIDIA H100 80GB HBM3, 81559 MiB, 4 MiB used, compute capability 9.0, driver 580.1"
+    assert report()["gpus"] == {"0": shown}
+    tool.write_text("#!/bin/sh\necho no devices were found; exit 6\n")
+    assert report()["gpus"] == {"nvidia-smi": "failed: no devices were found"}
 
 
 TREE = SpeculativeTree(

@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from secateur import cli, config
+from secateur.batch import BatchSummary
 from secateur.cli import app
 from secateur.cli.command import GROUPS
 from secateur.cli.serving import HARDWARE_NAMES
@@ -83,6 +84,8 @@ def test_a_model_may_have_several_names(served):
         ["org/model", "--served-model-name", "a", "b", "--seed", "3"],
         ["--served-model-name", "a", "org/model", "--served-model-name=b"],
         ["org/model", "--served-model-name", '["a", "b"]'],
+        ["org/model", "--served-model-name", "a,b"],
+        ["--served-model-name=a, b", "org/model"],
     ]
     for args in (serve(served, *each) for each in spelt):
         assert (args.model, args.served_model_name, args.model_id) == ("org/model", ["a", "b"], "a")
@@ -90,6 +93,25 @@ def test_a_model_may_have_several_names(served):
     assert (args.model, args.served_model_name, args.model_ids) == ("org/model", "a", ("a",))
     with pytest.raises(ConfigError, match="served_model_name: has a name twice"):
         config.EngineArgs.load({"served_model_name": ["a", "a"]})
+
+
+@pytest.mark.parametrize("spelt", [["1", "8"], ["1,8"], ["1,", "8"], ["1, 8"]])
+def test_numbers_are_listed_with_spaces_or_commas(spelt, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr("secateur.cli.serving.service_part", lambda _: lambda _, request, **__: asked.append(request))
+    assert cli.main(["plan", "--hardware", "h100", "--batch", *spelt, "--context", "100"]) == 0
+    assert (asked[0].batches, asked[0].context) == ((1, 8), 100)
+
+
+def test_services_are_listed_and_texts_to_stop_at_keep_their_commas(monkeypatch):
+    calls = []
+    monkeypatch.setattr("secateur.batch.run_batch", lambda *args, **options: calls.append(options) or BatchSummary())
+    assert cli.main(["batch", "run", "in.jsonl", "-o", "out.jsonl", "--base-url", "http://a,http://b"]) == 0
+    assert cli.main(["batch", "run", "in.jsonl", "-o", "out.jsonl", "--base-url", "http://a", "http://b"]) == 0
+    assert [call["base_url"] for call in calls] == [["http://a", "http://b"]] * 2
+    command = typer.main.get_command(app).commands["complete"]  # type: ignore[attr-defined]
+    words = ["text", "--stop", "a, b", "--stop", "c"]
+    assert command.make_context("complete", words).params["stop"] == ["a, b", "c"]
 
 
 def test_a_model_may_be_named_by_an_option(served):
@@ -110,16 +132,16 @@ def test_a_dotted_key_changes_the_default_drafter(served):
 
 def test_a_dotted_key_overrides_the_file(served, tmp_path):
     file = tmp_path / "config.yaml"
-    file.write_text('speculative-config: \'{"model": "x", "num_speculative_tokens": 4}\'\nmax-model-len: 8k\n')
+    file.write_text('speculative-config: \'{"model": "o/x", "num_speculative_tokens": 4}\'\nmax-model-len: 8k\n')
     args = serve(served, "--config", str(file), "--speculative-config.num_speculative_tokens", "5")
-    assert (args.speculative_config.model, args.speculative_config.num_speculative_tokens) == ("x", 5)
+    assert (args.speculative_config.model, args.speculative_config.num_speculative_tokens) == ("o/x", 5)
     assert args.max_model_len == 8000
-    other = serve(served, "--config", str(file), "-sc.model", "y").speculative_config
-    assert (other.model, other.num_speculative_tokens) == ("y", 16)
+    other = serve(served, "--config", str(file), "-sc.model", "o/y").speculative_config
+    assert (other.model, other.num_speculative_tokens) == ("o/y", 16)
 
 
 def test_a_dotted_key_joins_the_json_and_must_agree_with_it(served, capsys):
-    whole = json.dumps({"model": "x", "num_speculative_tokens": 4})
+    whole = json.dumps({"model": "o/x", "num_speculative_tokens": 4})
     assert serve(served, "-sc", whole, "-sc.speculative_tree", "chain").speculative_config.speculative_tree == "chain"
     assert cli.main(["serve", "-sc", whole, "-sc.num_speculative_tokens", "5"]) == 2
     assert (
