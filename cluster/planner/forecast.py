@@ -8,12 +8,13 @@ import numpy as np
 
 from cluster.engine.rank_placement import num_bundles
 from cluster.planner.acceptance import acceptance_curve
-from cluster.planner.memory import ModelShard, pages_on_device
+from cluster.planner.fit import MemoryNeed, engine_pages, memory_needs, smallest_size
+from cluster.planner.memory import ModelShard
 from cluster.planner.roofline import StepTime, step_time
+from cluster.planner.topology import bytes_text
 from secateur.errors import ConfigError, Problem
-from secateur.plan import PlanRequest
+from secateur.plan import Hardware, PlanRequest
 from workers.config import EngineConfig
-from workers.kv_sizing import usable_pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,9 @@ class Forecast:
     """Everything that `secateur plan` predicts of an engine."""
 
     accepted_from: str
+    memory: tuple[MemoryNeed, ...]
+    smallest_size: int | None
+    """The smallest tensor parallel size that fits."""
     batch_limit: BatchLimit
     batches: tuple[BatchForecast, ...]
 
@@ -120,6 +124,8 @@ def predict_engine(request: PlanRequest, config: EngineConfig, shards: list[Mode
 
     return Forecast(
         accepted_from="no drafter" if draft is None else "as given" if request.acceptance else "typical, not measured",
+        memory=tuple(memory_needs(config, shards, 1e9 * hardware.memory_gb)),
+        smallest_size=smallest_size(config, 1e9 * hardware.memory_gb),
         batch_limit=batch_limit,
         batches=tuple(
             BatchForecast(off=predict(batch, 0, config.tensor_parallel_size), on=None if draft is None else best(batch))
@@ -131,17 +137,28 @@ def predict_engine(request: PlanRequest, config: EngineConfig, shards: list[Mode
 def _batch_limit(request: PlanRequest, config: EngineConfig, shards: list[ModelShard]) -> BatchLimit:
     hardware = request.hardware
     assert hardware is not None
-    pages = config.num_pages
-    if pages is None:
-        pages = pages_on_device(config, shards, 1e9 * hardware.memory_gb)
+    memory_bytes = 1e9 * hardware.memory_gb
     try:
-        pages = usable_pages(config, pages) - 1  # without the null page
+        pages = engine_pages(config, shards, memory_bytes) - 1  # without the null page
     except ValueError as error:  # as the engine would say, with its weights loaded
-        raise ConfigError(f"{hardware.name}: {error}") from error
+        raise ConfigError(_does_not_fit(config, shards, hardware, str(error))) from error
     fits = pages // config.pages_for(request.context)
     if fits < config.max_num_seqs:
         return BatchLimit(pages=pages, batch=fits, reason=f"memory: {pages} KV pages, --context {request.context}")
     return BatchLimit(pages=pages, batch=config.max_num_seqs, reason="max_num_seqs")
+
+
+def _does_not_fit(config: EngineConfig, shards: list[ModelShard], hardware: Hardware, reason: str) -> str:
+    """Return the engine's reason, what is needed and there, and the smallest engine that would fit."""
+    memory_bytes = 1e9 * hardware.memory_gb
+    needs = "; ".join(
+        f"{need.role} needs {bytes_text(need.needed)} of {bytes_text(need.available)} on each device"
+        for need in memory_needs(config, shards, memory_bytes)
+        if need.needed > need.available
+    )
+    size = smallest_size(config, memory_bytes)
+    instead = "no tensor_parallel_size up to 16 fits" if size is None else f"tensor_parallel_size={size} fits"
+    return f"{hardware.name}: {reason} ({needs}; {instead})"
 
 
 def _batches(request: PlanRequest, batch_limit: BatchLimit) -> list[int]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from workers.config import EngineConfig
 from workers.kernels.block_scaled import tile_columns
@@ -189,16 +190,21 @@ def expected_shapes(spec: DraftSpec, folder: Path | str) -> Shapes:
     return spec.matrix_shapes()
 
 
-def pages_on_device(config: EngineConfig, found: list[ModelShard], memory_bytes: float) -> int:
-    """Return how many KV pages fit beside the weights on a device of this size; the smaller of the two ranks' counts.
+class DeviceLoad(NamedTuple):
+    """The bytes that a device's ranks hold together, without KV pages, and those of one page in all their pools."""
 
-    This follows `workers.kv_sizing`: a colocated drafter has as many pages beside the target's. Verifier 0, which
-    buffers hidden states for the drafter, has the least room.
+    role: str
+    held: int
+    page: int
+
+
+def device_loads(config: EngineConfig, found: list[ModelShard]) -> list[DeviceLoad]:
+    """Return the load of each kind of device.
+
+    Of the verifier's devices, the one of rank 0 counts: it buffers hidden states for the drafter, and so has the least
+    room. A colocated drafter is on it.
     """
     from verifier.hidden_states import max_buffered_states
-
-    target, draft = found[0], found[1] if len(found) > 1 else ModelShard()
-    usable = memory_bytes * config.memory_utilization
 
     def held(part: ModelShard) -> int:
         context = _CONTEXT_BYTES if part.weight_bytes else 0
@@ -207,7 +213,16 @@ def pages_on_device(config: EngineConfig, found: list[ModelShard], memory_bytes:
     def page(part: ModelShard) -> int:
         return part.token_bytes * config.page_size + part.state_bytes
 
-    is_shared = config.draft is not None and config.draft.placement == "colocated"
-    devices = [[target, draft]] if is_shared else [[target], [draft]]
-    counts = [(usable - sum(map(held, parts))) // sum(map(page, parts)) for parts in devices if any(map(page, parts))]
-    return max(0, int(min(counts)))
+    roles = dict(zip(("verifier", "drafter"), found, strict=False))
+    if config.draft is not None and config.draft.placement == "colocated":
+        return [DeviceLoad(" and ".join(roles), sum(map(held, found)), sum(map(page, found)))]
+    return [DeviceLoad(role, held(part), page(part)) for role, part in roles.items()]
+
+
+def pages_on_device(config: EngineConfig, found: list[ModelShard], memory_bytes: float) -> int:
+    """Return how many KV pages fit with the weights on a device of this size; the smaller of the two ranks' counts.
+
+    This follows `workers.kv_sizing`: target and drafter have as many pages each.
+    """
+    usable = memory_bytes * config.memory_utilization
+    return max(0, int(min((usable - load.held) // load.page for load in device_loads(config, found))))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from cluster.convert import engine_config, visible_gpus
 from cluster.engine.rank_placement import num_bundles
 from cluster.planner.memory import model_shards
-from cluster.planner.topology import describe
+from cluster.planner.topology import bytes_text, describe
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
 from secateur.plan import Hardware, PlanRequest
@@ -51,8 +51,14 @@ def _text(forecast: Forecast, hardware: Hardware, config: EngineConfig) -> list[
     head = [
         f"costs    PREDICTED for {hardware.name} from published figures and assumptions; nothing was measured; "
         f"acceptance {forecast.accepted_from}",
+        *(
+            f"memory   {need.role}: {bytes_text(need.needed)} needed, with one longest request, of "
+            f"{bytes_text(need.available)} available on each device; KV pages take the rest"
+            for need in forecast.memory
+        ),
+        f"smallest tensor_parallel_size that fits: {forecast.smallest_size}",
         f"batch    at most {forecast.batch_limit.batch} requests ({forecast.batch_limit.reason})",
-        f"decoding behind {forecast.batches[0].off.context:g} tokens each:",
+        f"decoding after {forecast.batches[0].off.context:g} tokens each:",
     ]
     rows = [
         _cells("batch", "nodes", "tokens/step", "step ms", "verify", "draft", "transfer", "host")
@@ -99,6 +105,8 @@ def _json(forecast: Forecast, hardware: Hardware) -> dict[str, Any]:
     return {
         "hardware": hardware.model_dump(mode="json"),
         "acceptance": forecast.accepted_from,
+        "memory": [asdict(need) for need in forecast.memory],
+        "smallest_tensor_parallel_size": forecast.smallest_size,
         "max_batch": forecast.batch_limit.batch,
         "max_batch_reason": forecast.batch_limit.reason,
         "kv_pages": forecast.batch_limit.pages,

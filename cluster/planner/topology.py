@@ -52,8 +52,8 @@ def describe(name: str, config: EngineConfig, shards: list[ModelShard]) -> str:
         + (f" and {bytes_text(kv_bytes[1])} per drafter rank" if len(kv_bytes) > 1 else ""),
     ]
     roles = ("verifier", "drafter")[: len(shards)]
-    beside = [f"{bytes_text(s.workspace_bytes)} on each {role}" for s, role in zip(shards, roles, strict=True)]
-    lines.append(f"beside   graphs, activations and logits take up to {' and '.join(beside)}")
+    more = [f"{bytes_text(s.workspace_bytes)} on each {role}" for s, role in zip(shards, roles, strict=True)]
+    lines.append(f"more     graphs, activations and logits take up to {' and '.join(more)}")
     if shards[0].state_bytes:
         waiting = max_buffered_states(config) * shards[0].state_bytes
         lines.append(f"states   of tokens that wait for the drafter take up to {bytes_text(waiting)} on verifier 0")

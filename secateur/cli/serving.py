@@ -83,4 +83,5 @@ def plan(
     }
     request = PlanRequest.load({key: value for key, value in options.items() if value is not None})
     args = checked(engine, model=model)
+    typer.echo(f"secateur: reading the configuration of {args.model_id}", err=True)
     typer.echo(service_part("plan")(args, request, as_json=as_json))
