@@ -26,8 +26,8 @@ from workers.types import DraftCosts, DraftReply, DraftRequest, SamplingBatch
 class Drafter:
     """Answers draft requests.
 
-    is_hybrid: all children of a sampled node but the last are its most likely tokens. grammars: required if a request
-    has a grammar.
+    is_hybrid: all children of a sampled node but the last are its most likely tokens. max_depth: of trees, if the draft
+    model has a limit. grammars: required if a request has a grammar.
     """
 
     def __init__(
@@ -36,10 +36,11 @@ class Drafter:
         policy: TreePolicy,
         *,
         is_hybrid: bool = False,
+        max_depth: int | None = None,
         kernels: Kernels = TORCH,
         grammars: Grammars | None = None,
     ) -> None:
-        self.proposer, self._policy, self._is_hybrid = proposer, policy, is_hybrid
+        self.proposer, self._policy, self._is_hybrid, self._max_depth = proposer, policy, is_hybrid, max_depth
         self._kernels, self._grammars = kernels, grammars
 
     @torch.inference_mode()
@@ -47,7 +48,7 @@ class Drafter:
         """Feed the new rows and grow one tree for each request that wants one."""
         began = time.perf_counter()
         roots = self.proposer.extend(message)
-        trees = TreeRequests.of(message, is_hybrid=self._is_hybrid)
+        trees = TreeRequests.of(message, is_hybrid=self._is_hybrid, max_depth=self._max_depth)
         grown = grow(trees, roots, self.proposer, self._policy, kernels=self._kernels, grammars=self._grammars)
         return grown.reply(time.perf_counter() - began)
 

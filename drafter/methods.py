@@ -19,6 +19,7 @@ from drafter.proposers.base import (
     head_graphs,
     head_tree_graphs,
 )
+from drafter.proposers.block import BlockHead, BlockProposer, ScratchPages
 from drafter.proposers.eagle import FcHead
 from drafter.proposers.eagle3 import Eagle3Head
 from drafter.proposers.feature_head import FeatureHead
@@ -31,7 +32,7 @@ from workers.kernels.select import Kernels
 from workers.kv_cache import KVPool, kv_dtype
 from workers.kv_sizing import agree_on_pages
 from workers.models.load import load_decoder
-from workers.models.specs import Specs
+from workers.models.specs import BlockSpec, Specs
 
 
 def load_proposer(world: World, specs: Specs, kernels: Kernels) -> Proposer:
@@ -84,12 +85,27 @@ def _load_head(kind: type[FeatureHead]) -> Callable[[World, DraftConfig, Specs, 
     return load
 
 
+def _load_block(world: World, draft: DraftConfig, specs: Specs, kernels: Kernels) -> Proposer:
+    config, spec = world.config, specs.draft
+    assert isinstance(spec, BlockSpec)
+    kv_type = kv_dtype(config, kernels, world.device)
+    head = BlockHead.load(
+        spec, draft.model_path, config.model_path, world.tp, world.device, getattr(torch, config.dtype), kernels
+    )
+    num_slots = _num_slots(world, specs, head.bytes_per_slot(kv_type))
+    scratch = ScratchPages(num_slots // config.page_size, config.page_size, spec.block_size)
+    num_scratch = config.max_num_seqs * scratch.per_request * config.page_size
+    return BlockProposer(head, head.new_kv_pool(num_slots + num_scratch, kv_type), config.page_size, scratch)
+
+
 _LOADERS: dict[str, Callable[[World, DraftConfig, Specs, Kernels], Proposer]] = {
     "ngram": _load_ngram,
     "draft_model": _load_model,
     "eagle": _load_head(FcHead),
     "mtp": _load_head(FcHead),
     "eagle3": _load_head(Eagle3Head),
+    "dspark": _load_block,
+    "dflash": _load_block,
 }
 
 

@@ -59,10 +59,12 @@ def run(
         config.max_num_seqs,
         mask_seconds=MASK_SECONDS if world.tp.size == 1 else math.inf,
     )
+    has_marginals = specs.draft is not None and specs.draft.has_marginals
     drafter = Drafter(
         proposer,
-        make_tree_policy(config.draft.tree),
+        make_tree_policy(config.draft.tree, has_leaf_siblings=has_marginals),
         is_hybrid=config.draft.acceptance.sample_method == "hybrid",
+        max_depth=None if specs.draft is None else specs.draft.max_depth,
         kernels=kernels,
         grammars=grammars,
     )

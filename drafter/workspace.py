@@ -8,7 +8,7 @@ from drafter.tree.tree_graphs import buckets
 from workers.config import EngineConfig, TreeConfig
 from workers.cuda_graphs import MOST_ROWS, sizes
 from workers.models.draft_methods import method_of
-from workers.models.specs import DraftSpec
+from workers.models.specs import BlockSpec, DraftSpec
 from workers.sampling.gumbel_cache import MAX_BYTES as NOISE_BYTES
 from workers.workspace import (
     LIBRARY_BYTES,
@@ -35,17 +35,18 @@ def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
                of every level; the noise cache
     captured   a pass of the most rows, and apart from it the widest level of the most trees: a pass, its logits, and
                those of the roots
-    eager      every node's feature; the larger of a pass without a graph and of a level that is grown without one
+    eager      every node's feature; the larger of a pass without a graph and of a level that is grown without one; of a
+               block head every depth's logits and hidden states, and the keys and values of the blocks
     """
     if spec is None:
         return Workspace()
     assert config.draft is not None
     tree, item, ranks = config.draft.tree, config.item_bytes, config.draft_ranks
-    layers, V = spec.layers, spec.draft_vocab_size
-    is_head = method_of(config.draft).reads_features
+    layers, V, method = spec.layers, spec.draft_vocab_size, method_of(config.draft)
+    is_head = method.reads_features
     shape = PassShape.of_head(layers, ranks) if is_head else PassShape.of_model(layers, ranks)
     H = layers.hidden_size * is_head  # of a feature
-    own = sizes(config) if may_capture(config) else []
+    own = sizes(config) if method.has_graphs and may_capture(config) else []
     most = max((size.rows for size in own), default=0)
     buffers = graph_bytes(shape, config, own, input_bytes=2 * 4 + H * item, widths=layers.hidden_size) + NOISE_BYTES
     captured = pass_bytes(shape, config, most)
@@ -59,16 +60,27 @@ def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
         buffers += sum(plan_bytes(shape, n * N, n, table) for n in trees)
         best = 16 * tree.num_children * -(-V // _BLOCK)
         captured += pass_bytes(shape, config, B * N) + B * N * (logits + 4 * V + best + cut_bytes(V)) + B * logits
-    rows = max_message_rows(config)
+    rows, kept = max_message_rows(config), config.max_num_seqs * config.tree_rows * H * item
+    if isinstance(spec, BlockSpec):
+        num_slots = config.max_num_seqs * spec.block_size
+        rows += num_slots
+        pages = config.max_num_seqs * scratch_pages(spec.block_size, config.page_size)
+        entry = 2 * layers.num_layers * max(1, layers.num_kv_heads // ranks) * layers.head_dim * config.kv_item_bytes
+        kept = num_slots * (4 * -(-V // ranks) + H * item) + pages * config.page_size * entry
     eager_pass = pass_bytes(shape, config, rows) if rows > min(most, MOST_ROWS) else 0
     frontier = config.max_num_seqs * widest_level(tree)
     level = frontier * (V * (item + 4 * _LEVEL_COPIES) + cut_bytes(V) + 8 * V * (ranks > 1))
     return Workspace(
         buffers=buffers,
         captured=captured,
-        eager=config.max_num_seqs * config.tree_rows * H * item + max(eager_pass, level),
+        eager=kept + max(eager_pass, level),
         libraries=LIBRARY_BYTES if config.device == "cuda" else 0,
     )
+
+
+def scratch_pages(block_size: int, page_size: int) -> int:
+    """Return the pages that a request's block may need behind the request's own."""
+    return -(-block_size // page_size)
 
 
 def widest_level(tree: TreeConfig) -> int:

@@ -20,13 +20,15 @@ MODEL, SPECULATION, LIMITS, SERVING = "Model", "Speculation", "Limits", "Serving
 SHORTEST_REQUEST = 2
 """One prompt token and one output token."""
 
-Method = Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"]
+Method = Literal["ngram", "draft_model", "eagle", "eagle3", "mtp", "dspark", "dflash"]
 WEIGHTS: dict[Method, Literal["own", "target", "none"]] = {
     "ngram": "none",
     "draft_model": "own",
     "eagle": "own",
     "eagle3": "own",
     "mtp": "target",
+    "dspark": "own",
+    "dflash": "own",
 }
 """Where a method's weights are: in a checkpoint of its own, which `model` names, in the target's, or nowhere."""
 TreePrune = Literal["off", "thresholds", "auto"]
@@ -354,7 +356,8 @@ class SpeculativeSettings(Settings):
     """The drafting and verification settings of a service: `speculative_config`."""
 
     method: Method
-    """Inferred from `model` when not given: a name with 'eagle3', then 'eagle-', else draft_model."""
+    """Inferred from `model` when not given: a name with 'eagle3', 'dspark' or 'dflash', then 'eagle-', a folder's
+    config.json that describes a block head, else draft_model."""
     model: str | None = None
     """Drafter checkpoint: folder, Hugging Face id or alias such as 'bundled:eagle3'."""
     num_speculative_tokens: Annotated[int, Bounds(gt=0, le=MAX_NODES)] = 16

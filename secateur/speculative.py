@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from pathlib import Path as FilePath
 from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -15,8 +17,8 @@ from secateur.vllm_names import SPECULATIVE_ADVICE
 
 _METHODS_OF_VLLM = {
     **dict.fromkeys(
-        ("dflash", "dspark", "p_eagle", "peagle"),
-        "heads that draft a block in one pass are not read yet; write 'eagle3' with an EAGLE-3 head",
+        ("p_eagle", "peagle"),
+        "these heads are not read yet; write 'eagle3' with an EAGLE-3 head, or 'dspark' with a DSpark head",
     ),
     **dict.fromkeys(("medusa", "mlp_speculator"), "write 'eagle3' with an EAGLE-3 head, or 'draft_model'"),
     "suffix": "write 'ngram', which drafts from the prompt and the answer",
@@ -234,7 +236,7 @@ class Speculative(Strict):
 
 
 def infer_method(model: str) -> str:
-    """Return the method that a drafter's name implies, as in vLLM.
+    """Return the method that a drafter's name implies, as in vLLM, or that a folder's config.json tells.
 
     'eagle3' is checked first, so that 'eagle-heads/x-eagle3' is an EAGLE-3 head.
     """
@@ -245,7 +247,22 @@ def infer_method(model: str) -> str:
         return _canonical_method(model)
     if "eagle3" in name:
         return "eagle3"
+    if kind := _block_kind(model) or next((kind for kind in ("dspark", "dflash") if kind in name), None):
+        return kind
     return "eagle" if "eagle-" in name else "draft_model"
+
+
+def _block_kind(model: str) -> str | None:
+    """Return the method of a block head in a local folder, None for anything else; its files are checked later."""
+    try:
+        raw = json.loads((FilePath(model) / "config.json").read_text(encoding="utf-8"))
+        own = raw | (raw.get("dflash_config") or {})
+        names = " ".join([*(raw.get("architectures") or ()), raw.get("speculators_model_type") or ""]).lower()
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    if "dflash_config" not in raw and "dspark" not in names and "dflash" not in names:
+        return None
+    return "dspark" if own.get("markov_rank") else "dflash"
 
 
 def _canonical_method(method: str) -> str:

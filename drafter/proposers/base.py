@@ -62,7 +62,8 @@ def root_rows(request: DraftRequest) -> Tensor:
     return torch.from_numpy(last_B[request.num_nodes_B.numpy() > 0])
 
 
-def _fed_attention(request: DraftRequest, slot_M: np.ndarray) -> AttentionMetadata:
+def fed_attention(request: DraftRequest, slot_M: np.ndarray) -> AttentionMetadata:
+    """Return the attention of the fed rows: each sees the slots up to its own."""
     return AttentionMetadata(
         query_offsets=request.offsets.numpy(),
         page_table_BP=request.page_table_BP.numpy(),
@@ -100,7 +101,7 @@ class FeatureProposer:
         """See `Proposer`."""
         assert request.features_MH is not None, "a feature head is fed features"
         slot_M = fed_slots(request)
-        position_M, attention = torch.from_numpy(slot_M - np.int32(1)), _fed_attention(request, slot_M)
+        position_M, attention = torch.from_numpy(slot_M - np.int32(1)), fed_attention(request, slot_M)
         hidden_MH = self._run(request.token_M, request.features_MH, position_M, attention)
         self._roots, self._hidden_GRH = TreeRoots.of(request), None
         row_G = to_device(root_rows(request), hidden_MH.device)
@@ -200,7 +201,7 @@ class DraftModelProposer:
     def extend(self, request: DraftRequest) -> Tensor | Callable[[], Tensor]:
         """See `Proposer`."""
         slot_M = fed_slots(request)
-        hidden_MD = self._run(request.token_M, torch.from_numpy(slot_M), _fed_attention(request, slot_M))
+        hidden_MD = self._run(request.token_M, torch.from_numpy(slot_M), fed_attention(request, slot_M))
         self._roots = TreeRoots.of(request)
         row_G = to_device(root_rows(request), hidden_MD.device)
         if self.tree_graphs is not None:

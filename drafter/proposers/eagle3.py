@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drafter.proposers.feature_head import FeatureHead, name_in_target
+from drafter.proposers.feature_head import FeatureHead, load_embedding, load_vocab_head
 from workers.kernels.select import TORCH, AttentionPlan, Kernels
 from workers.kv_cache import KVPool
 from workers.models.checkpoint import Weights
@@ -89,20 +89,10 @@ class Eagle3Head(FeatureHead):
         spec = replace(spec, qk_norm=spec.qk_norm or weights.has("midlayer.self_attn.q_norm.weight"))
         target = Weights(target_path, dtype, device)
         layer = "midlayer."
-        embedding_VH = (
-            weights.get("embed_tokens.weight")
-            if weights.has("embed_tokens.weight")
-            else target.get(name_in_target(target, "model.embed_tokens.weight"))
-        )
-        if embedding_VH.shape != (spec.vocab_size, spec.hidden_size):
-            raise ValueError(
-                f"{path}: the embedding is {tuple(embedding_VH.shape)}, "
-                f"the head needs {(spec.vocab_size, spec.hidden_size)}"
-            )
         head = Eagle3Head(
             spec=spec,
             tp=tp,
-            embedding_VH=embedding_VH,
+            embedding_VH=load_embedding(weights, target, spec),
             input_norm_H=weights.get(f"{layer}input_layernorm.weight"),
             hidden_norm_H=weights.get(f"{layer}hidden_norm.weight"),
             attention=load_attention(
@@ -121,8 +111,8 @@ class Eagle3Head(FeatureHead):
                 for i in range(1, spec.num_layers)
             ),
             final_norm_H=weights.get("norm.weight"),
-            head=_load_vocab_head(weights, target, spec, tp),
-            target_ids=load_target_ids(weights, spec),
+            head=load_vocab_head(weights, target, spec, spec.draft_vocab_size, tp),
+            target_ids=load_target_ids(weights, spec.draft_vocab_size, spec.vocab_size),
             kernels=kernels,
         )
         weights.finish(allowed=lambda name: name in FUSION_TENSORS + UNUSED_TENSORS or is_legacy(name))
@@ -153,17 +143,3 @@ class Eagle3Head(FeatureHead):
         if not self.spec.norm_output:
             hidden_MH = self.kernels.rms_norm(hidden_MH, self._final_norm_H, self.spec.rms_norm_eps)
         return gather_vocab(self._head(hidden_MH), self.tp, self.spec.draft_vocab_size)
-
-
-def _load_vocab_head(weights: Weights, target: Weights, spec: Eagle3Spec, tp: TensorParallel) -> VocabHead:
-    """Load the head's own lm_head; a head with the full vocabulary may share the target's (tied or not)."""
-    if weights.has("lm_head.weight") or spec.draft_vocab_size != spec.vocab_size:
-        source, name = weights, "lm_head.weight"
-    else:
-        source, name = target, name_in_target(target, "lm_head.weight")
-        if not target.has(name):
-            name = name_in_target(target, "model.embed_tokens.weight")
-    rows = source.shape(name)
-    if rows != (spec.draft_vocab_size, spec.hidden_size):
-        raise ValueError(f"{weights.path}: {name} is {rows}, not {(spec.draft_vocab_size, spec.hidden_size)}")
-    return VocabHead.load(source, name, spec.draft_vocab_size, tp)

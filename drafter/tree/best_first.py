@@ -30,6 +30,7 @@ _CANDIDATE = np.dtype(
         ("weight", np.float32),
         ("path_prob", np.float64),
         ("kind", np.uint8),
+        ("may_have_children", np.bool_),
         # Only nodes that are run through the draft model have a row, which their descendants attend to.
         ("row", np.int64),
         ("ancestors", np.uint64),
@@ -39,12 +40,17 @@ _CANDIDATE = np.dtype(
 
 
 class BestFirstGrowth:
-    """The candidates [C] of the requests `own`; a request's root is its first."""
+    """The candidates [C] of the requests `own`; a request's root is its first.
 
-    def __init__(self, own: np.ndarray, trees: TreeRequests, cost_model: TreeCostModel | None) -> None:
+    has_leaf_siblings: see `drafter.tree.policy.DynamicTreePolicy`.
+    """
+
+    def __init__(
+        self, own: np.ndarray, trees: TreeRequests, cost_model: TreeCostModel | None, *, has_leaf_siblings: bool = False
+    ) -> None:
         self.sampled: list[SampledNodes] = []  # none ever
         self._traced_B, self._pruned = trees.traced_B, list[PrunedNodes]()  # their parents are candidates until the end
-        self._limits, self._cost_model = trees.limits, cost_model
+        self._limits, self._cost_model, self._has_leaf_siblings = trees.limits, cost_model, has_leaf_siblings
         max_depth = int(trees.limits.max_depth_B.max(initial=0))
         self.pruned_BD = np.zeros((len(trees.root_token_B), max_depth), dtype=np.int32)
         roots = np.zeros(len(own), dtype=_CANDIDATE)
@@ -90,6 +96,7 @@ class BestFirstGrowth:
         parents, new = self._candidates[parent], candidates[first_new:]
         new["request"], new["parent"], new["depth"] = parents["request"], parent, frontier.depth + 1
         new["token"], new["kind"] = scores.token_FK[f, k], scores.kind_F[f]
+        new["may_have_children"] = (k == 0) | (not self._has_leaf_siblings)
         new["weight"] = parents["weight"] * weight_FK[f, k]
         path_prob = parents["path_prob"] * scores.prob_FK[f, k]
         new["path_prob"] = np.where(passes_F[f], path_prob, below_failed(path_prob))
@@ -109,7 +116,7 @@ class BestFirstGrowth:
     def _next_open(self, is_new: np.ndarray) -> np.ndarray:
         """Return the new candidates that are worth a level, with rows assigned to them."""
         request, depth = self._candidates["request"], self._candidates["depth"]
-        may_open = is_new & (depth < self._limits.max_depth_B[request])
+        may_open = is_new & (depth < self._limits.max_depth_B[request]) & self._candidates["may_have_children"]
         passes = ~self._limits.is_auto_B[request]
         passes |= passes_path(self._candidates["path_prob"], self._limits.rules.path_prob[request])
         if self._traced_B is not None:

@@ -116,8 +116,8 @@ class TreeRequests:
     traced_B: np.ndarray | None = None  # bool: report all nodes, pruned ones included; None = of no request
 
     @staticmethod
-    def of(message: DraftRequest, *, is_hybrid: bool = False) -> TreeRequests:
-        """Return what a message asks for; some of its requests may only be fed."""
+    def of(message: DraftRequest, *, is_hybrid: bool = False, max_depth: int | None = None) -> TreeRequests:
+        """Return what a message asks for; some of its requests may only be fed. max_depth: the draft model's own."""
         is_growing_B = message.num_nodes_B.numpy() > 0
         own: Callable[[Tensor], np.ndarray]
         if is_growing_B.all():  # nearly always
@@ -129,12 +129,13 @@ class TreeRequests:
             )
         offsets, index_B = message.offsets.numpy(), is_growing_B.cumsum() - 1
         states = unpack_logits_states(message.constraints_U)
+        depth_B = own(message.max_depth_B)
         return TreeRequests(
             root_token_B=message.token_M.numpy()[offsets[1:][is_growing_B] - 1],
             root_index_B=own(message.start_B).astype(np.int64) + (offsets[1:] - offsets[:-1])[is_growing_B],
             limits=GrowLimits(
                 num_nodes_B=own(message.num_nodes_B),
-                max_depth_B=own(message.max_depth_B),
+                max_depth_B=depth_B if max_depth is None else np.minimum(depth_B, np.int32(max_depth)),
                 rules=message.rules.each(own),
                 rule_B=own(message.rule_B),
                 auto_B=own(message.auto_B),

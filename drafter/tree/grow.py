@@ -162,11 +162,12 @@ def _by_level(
     constraints: _PathConstraints,
 ) -> UnprunedTrees:
     limits, sampling = trees.limits, trees.sampling
-    is_best_first_B = ~limits.is_sampled_B & isinstance(policy, DynamicTreePolicy)
+    dynamic = policy if isinstance(policy, DynamicTreePolicy) else None
+    is_best_first_B = ~limits.is_sampled_B & (dynamic is not None)
     growths: list[Growth] = []
     best_first, budgeted = np.flatnonzero(is_best_first_B), np.flatnonzero(~is_best_first_B)
-    if len(best_first):
-        growths.append(BestFirstGrowth(best_first, trees, cost_model))
+    if dynamic is not None and len(best_first):
+        growths.append(BestFirstGrowth(best_first, trees, cost_model, has_leaf_siblings=dynamic.has_leaf_siblings))
     if len(budgeted) or not len(best_first):
         growths.append(BudgetedGrowth(budgeted, trees, policy, cost_model))
     _prepare_noise(roots, trees, model.vocab)

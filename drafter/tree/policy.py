@@ -50,10 +50,20 @@ class DynamicTreePolicy:
 
     A child of weight w is expected to carry a subtree of weights w * h_0 >= w * h_1 >= ... (h_0 = 1 is the child
     itself). The node's budget goes to the largest of all these products, whichever child they belong to.
+
+    has_leaf_siblings: only a node's best child has children, for draft models that know one distribution per depth.
     """
 
-    def __init__(self, max_children: int, max_depth: int, typical: tuple[float, ...] = TYPICAL_CHILDREN) -> None:
+    def __init__(
+        self,
+        max_children: int,
+        max_depth: int,
+        typical: tuple[float, ...] = TYPICAL_CHILDREN,
+        *,
+        has_leaf_siblings: bool = False,
+    ) -> None:
         self.max_children = max_children
+        self.has_leaf_siblings = has_leaf_siblings
         self._max_depth = max_depth
         typical = typical[:max_children]
         self.subtrees = np.array([_typical_subtree(num_levels, typical) for num_levels in range(max_depth)])
@@ -70,6 +80,8 @@ class DynamicTreePolicy:
         max_budget = int(budget_F.max(initial=0))
         subtree_FJ = self.subtrees[np.minimum(num_levels_F, self._max_depth) - 1, :max_budget]
         value_FKJ = weight_FK[:, :, None] * subtree_FJ[:, None, :]
+        if self.has_leaf_siblings:
+            value_FKJ[:, 1:, 1:] = 0
         flat = value_FKJ.reshape(len(budget_F), -1)
         best_first = (-flat).argsort(axis=1, kind="stable")[:, :max_budget]
         f, rank = (np.arange(best_first.shape[1]) < budget_F[:, None]).nonzero()
@@ -116,10 +128,10 @@ class StaticTreePolicy:
         return ChildBudgets(np.where(is_taken, size_FK, 0), child_FK | root_budget_F[:, None] << 8)
 
 
-def make_tree_policy(config: TreeConfig) -> TreePolicy:
+def make_tree_policy(config: TreeConfig, *, has_leaf_siblings: bool = False) -> TreePolicy:
     """Build the policy of a TreeConfig. A chain of N nodes is the static tree (0,), (0, 0), ..."""
     if config.kind == "dynamic":
-        return DynamicTreePolicy(config.max_children, config.max_depth)
+        return DynamicTreePolicy(config.max_children, config.max_depth, has_leaf_siblings=has_leaf_siblings)
     return StaticTreePolicy(config.paths)
 
 

@@ -31,12 +31,17 @@ def engine(target: Path, draft: DraftConfig) -> EngineConfig:
     return EngineConfig(model_path=str(target), draft=draft, max_model_len=256, max_num_seqs=8, step_timeout_s=120.0)
 
 
+def permutation(size: int) -> torch.Tensor:
+    """Return the matrix that maps a token to its successor, both one-hot."""
+    successor = torch.randperm(size, generator=torch.Generator().manual_seed(0))
+    return torch.zeros(size, size).index_put((successor, torch.arange(size)), torch.ones(()))
+
+
 def teach_permutation(path: Path) -> Path:
     """Replace weights: one-hot embeddings, layers that add nothing, the permutation in LM head and fc."""
     size = checkpoints.BASE["hidden_size"]
     assert isinstance(size, int)
-    successor = torch.randperm(size, generator=torch.Generator().manual_seed(0))
-    step = torch.zeros(size, size).index_put((successor, torch.arange(size)), torch.ones(()))
+    step = permutation(size)
     taught = {}
     for name, tensor in load_file(path / "model.safetensors").items():
         match name.split(".")[-2:]:
@@ -79,7 +84,52 @@ def mimo(folder: Path) -> EngineConfig:
     return engine(path, DraftConfig(method="mtp", model_path=str(path), tree=TREE))
 
 
+def teach_block(path: Path) -> Path:
+    """Let a block head of one layer with a window find the first draft from the last feature alone.
+
+    The feature of a token is its embedding. Slots add nothing to attention, because their input norm is 0, so the first
+    slot that predicts gets the feature that its window reaches. The Markov head finds the others, more weakly.
+    """
+    size = checkpoints.BASE["hidden_size"]
+    assert isinstance(size, int)
+    step = permutation(size)
+    has_own_head = (tensors := load_file(path / "model.safetensors")).get("lm_head.weight") is not None
+    taught = {}
+    for name, tensor in tensors.items():
+        match name.split(".")[-2:]:
+            case ["embed_tokens" | "lm_head" | "fc" | "v_proj" | "markov_w1", _]:
+                taught[name] = torch.eye(size)
+            case ["o_proj", _]:  # from a token to the one after the next, or to the next, where the head finds its own
+                taught[name] = step @ step if has_own_head else step
+            case ["markov_w2", _]:
+                taught[name] = 4 * step
+            case ["input_layernorm" | "down_proj", _]:
+                taught[name] = torch.zeros_like(tensor)
+            case _:
+                taught[name] = torch.ones_like(tensor) if "norm" in name else tensor
+    save_file(taught, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def block_head(folder: Path, style: str, window: int, rank: int) -> EngineConfig:
+    target = teach_permutation(checkpoints.write_model(folder / "target", "llama", vocab_size=64))
+    head = checkpoints.write_block(
+        folder / "head",
+        style=style,
+        taps=(0,),
+        markov_rank=rank,
+        num_hidden_layers=1,
+        num_key_value_heads=8,
+        vocab_size=64,
+        **checkpoints.sliding(window, "sliding_attention"),
+    )
+    method = "dspark" if rank else "dflash"
+    return engine(target, DraftConfig(method=method, model_path=str(teach_block(head)), tree=TREE))
+
+
 METHODS: dict[str, Callable[[Path], EngineConfig]] = {
+    "dspark": lambda folder: block_head(folder, "deepspec", 2, 64),  # the anchor's slot predicts, and sees one feature
+    "dflash": lambda folder: block_head(folder, "z-lab", 3, 0),  # the slot behind it does
     "ngram": ngram,
     "eagle": eagle,
     "mtp of a Qwen3, chain": qwen3,
@@ -116,7 +166,7 @@ def test_tokens_equal_those_without_speculation(runner: Runner, temperature: flo
     drafted = runner.run(jobs, concurrency=3)
     assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
     assert all(answer.stats.num_drafts == 0 for answer in plain)
-    least = {"ngram": 1.3, "eagle": 3.0, "mtp": 3.0}
+    least = {"ngram": 1.3, "eagle": 3.0, "mtp": 3.0, "dspark": 3.0, "dflash": 1.8}
     assert acceptance_length(drafted) > least[runner.config.draft.method]
 
 

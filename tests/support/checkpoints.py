@@ -7,6 +7,9 @@ dequantize_fp8(path, to) -> to                                      the same che
 write_eagle3(path, style="safeailab" | "specforge" | "speculators", seed=0, bin_file=False, **config) -> path
 load_eagle3(path, target) -> Eagle3Head                              as its config.json describes it
 write_eagle(path, bias=True, with_embedding=False, with_head=False, seed=0, **config) -> path      EAGLE-1/2
+write_block(path, style="deepspec" | "z-lab" | "specforge" | "speculators", seed=0, **config) -> path
+                                                                    DSpark, DFlash
+load_block(path, target) -> BlockHead                               as its config.json describes it
 add_mtp(path, "qwen3" | "mimo", seed=0) -> path                     to a "qwen3" or "qwen2" model of write_model
 """
 
@@ -20,7 +23,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafter.proposers.block import BlockHead
 from drafter.proposers.eagle3 import Eagle3Head
+from workers.models.block_format import read_block_spec
 from workers.models.eagle3_format import read_eagle3_spec
 from workers.models.readers import read_spec
 
@@ -370,6 +375,93 @@ def write_eagle3(
 def load_eagle3(path: Path, target: Path, *own: Any, **named: Any) -> Eagle3Head:
     """Load a head; further arguments are those of `Eagle3Head.load`."""
     return Eagle3Head.load(read_eagle3_spec(path, read_spec(target)), path, target, *own, **named)
+
+
+def write_block(
+    path: Path,
+    *,
+    style: str = "deepspec",
+    seed: int = 0,
+    block_size: int = 7,
+    mask_token_id: int = 2,
+    taps: tuple[int, ...] = (1, 2),
+    markov_rank: int = 12,
+    markov_head_type: str = "vanilla",
+    from_anchor: bool | None = None,
+    draft_vocab_size: int | None = None,
+    target_hidden_size: int | None = None,
+    num_hidden_layers: int = 2,
+    **overrides: Any,
+) -> Path:
+    """Write a random DSpark head, or DFlash with markov_rank 0, in a published layout, for a target of `write_model`.
+
+    taps: the layers before which the target's states are captured. from_anchor: only written in speculators' layout;
+    the others tell it by their names.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    config = {"head_dim": 8, **BASE, "num_hidden_layers": num_hidden_layers, "model_type": "qwen3", **overrides}
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    draft_vocab = draft_vocab_size or vocab
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(taps) * (target_hidden_size or hidden)),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for index in range(num_hidden_layers):
+        shapes |= _layer_shapes(f"layers.{index}.", config, qk_norm=True)
+    if style in ("deepspec", "speculators"):
+        shapes |= {"embed_tokens.weight": (vocab, hidden), "lm_head.weight": (draft_vocab, hidden)}
+    markov: dict[str, Any] = {"markov_rank": markov_rank, "markov_head_type": markov_head_type}
+    if markov_rank:
+        shapes |= {f"markov_head.markov_w{i}.weight": (rows, markov_rank) for i, rows in ((1, vocab), (2, draft_vocab))}
+        shapes |= {"confidence_head.proj.weight": (1, hidden + markov_rank), "confidence_head.proj.bias": (1,)}
+        markov |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    if markov_rank and markov_head_type == "gated":
+        shapes["markov_head.gate_proj.weight"] = (markov_rank, hidden + markov_rank)
+        shapes["markov_head.gate_proj.bias"] = (markov_rank,)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: randomise(shape, name, generator) for name, shape in shapes.items()}
+    for name in ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"):
+        if name in tensors:  # a bias as large as the logits
+            tensors[name] = torch.randn(shapes[name], generator=generator) * (1.5 if "w1" in name else 1.0)
+    if draft_vocab < vocab:
+        kept = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+        tensors["d2t"] = kept - torch.arange(draft_vocab)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, kept, True)
+    save_file(tensors, path / "model.safetensors")
+    before = [tap - 1 for tap in taps]  # the layers after which the states are captured
+    ids = {"mask_token_id": mask_token_id, "target_layer_ids": before}
+    match style:
+        case "deepspec":
+            config |= {"architectures": ["Qwen3DSparkModel"], "block_size": block_size, **ids, **markov}
+        case "z-lab":
+            config |= {"architectures": ["DFlashDraftModel"], "block_size": block_size, "dflash_config": ids}
+        case "specforge":
+            own = ids | markov | {"projector_type": "dspark" if markov_rank else "dflash", "attention_mode": "gqa"}
+            config |= {"architectures": ["DSparkDraftModel"], "block_size": block_size, "dflash_config": own}
+        case "speculators":
+            kind = "dspark" if markov_rank else "dflash"
+            config = {
+                "architectures": ["DSparkDraftModel" if markov_rank else "DFlashDraftModel"],
+                "speculators_model_type": kind,
+                "block_size": block_size,
+                "aux_hidden_state_layer_ids": list(taps),
+                "mask_token_id": mask_token_id,
+                "sliding_window_non_causal": False,
+                "draft_vocab_size": draft_vocab_size,
+                "transformer_layer_config": config,
+                **(markov if markov_rank else {}),
+                **({} if from_anchor is None else {"sample_from_anchor": from_anchor}),
+            }
+    if target_hidden_size:
+        config["target_hidden_size"] = target_hidden_size
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def load_block(path: Path, target: Path, *own: Any, **named: Any) -> BlockHead:
+    """Load a head; further arguments are those of `BlockHead.load`."""
+    return BlockHead.load(read_block_spec(path, read_spec(target)), path, target, *own, **named)
 
 
 def write_eagle(

@@ -16,14 +16,14 @@ first.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from workers.config import DraftConfig, EngineConfig
-from workers.models.head_layers import check_eagle, check_eagle3, check_mtp
+from workers.models.head_layers import check_dflash, check_dspark, check_eagle, check_eagle3, check_mtp
 from workers.models.readers import check_model, read_raw, read_spec
-from workers.models.specs import DraftSpec, Eagle3Spec, ModelSpec, Specs
+from workers.models.specs import BlockSpec, DraftSpec, Eagle3Spec, ModelSpec, Specs
 
 if TYPE_CHECKING:
     import torch
@@ -35,11 +35,12 @@ class DraftMethod:
     """What everyone but the drafter itself must know of a method.
 
     weights: in a checkpoint of its own, in the target's, or none at all. reads_features: each input token comes with
-    the target's hidden state of the token before it.
+    the target's hidden state of the token before it. has_graphs: on GPUs its passes are CUDA graphs.
     """
 
     weights: Literal["own", "target", "none"]
     reads_features: bool = False
+    has_graphs: bool = True
     check: Callable[[dict[str, Any], Path], None] | None = None
     """Raises ValueError if the config.json with the weights is of another kind. None only without weights."""
     read_spec: Callable[[str, ModelSpec], DraftSpec] | None = None
@@ -93,6 +94,29 @@ def _load_eagle3_fusion(
     return FeatureFusion.load(path, spec, device, dtype)
 
 
+def _read_block(path: str, target: ModelSpec) -> DraftSpec:
+    from workers.models.block_format import read_block_spec
+
+    return read_block_spec(path, target)
+
+
+def _load_context_fusion(
+    path: str, spec: BlockSpec, device: torch.device, dtype: torch.dtype
+) -> Callable[[Tensor], Tensor]:
+    from workers.models.block_format import ContextFusion
+
+    return ContextFusion.load(path, spec, device, dtype)
+
+
+_BLOCK_HEAD = DraftMethod(
+    weights="own",
+    reads_features=True,
+    has_graphs=False,
+    check=check_dspark,
+    read_spec=_read_block,
+    load_fusion=_load_context_fusion,
+)
+
 METHODS = {
     "ngram": DraftMethod(weights="none"),
     "draft_model": DraftMethod(weights="own", check=check_model, read_spec=_read_draft_model),
@@ -105,6 +129,8 @@ METHODS = {
         read_spec=_read_eagle3,
         load_fusion=_load_eagle3_fusion,
     ),
+    "dspark": _BLOCK_HEAD,
+    "dflash": replace(_BLOCK_HEAD, check=check_dflash),
 }
 
 
@@ -135,7 +161,15 @@ def read_draft_spec(draft: DraftConfig, target: ModelSpec) -> DraftSpec | None:
 
     Raises:
         FileNotFoundError: no config.json.
-        ValueError: it is invalid, or does not fit the target.
+        ValueError: it is invalid, or does not fit the target, or a tree of fixed shape is deeper than it drafts.
     """
     read = method_of(draft).read_spec
-    return None if read is None else read(draft.model_path, target)
+    if read is None:
+        return None
+    spec, depth = read(draft.model_path, target), draft.tree.longest_path
+    if spec.max_depth is not None and draft.tree.paths and depth > spec.max_depth:
+        raise ValueError(
+            f"{draft.model_path} drafts {spec.max_depth} tokens in one pass, and the tree is {depth} deep: write a "
+            f"chain or a speculative_token_tree of at most {spec.max_depth} tokens a path"
+        )
+    return spec

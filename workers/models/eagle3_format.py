@@ -2,7 +2,7 @@
 
     read_eagle3_spec(path, target) -> Eagle3Spec
     open_eagle3(path, dtype, device, kernels) -> Weights   with SafeAILab's tensor names, for all formats
-    load_target_ids(weights, spec) -> int64 [draft_vocab]
+    load_target_ids(weights, draft_vocab_size, vocab_size) -> int64 [draft_vocab]
     FeatureFusion.load(path, spec, device, dtype)(taps_N3D) -> [N, H]
 
 Formats: (a) SafeAILab (`midlayer.*`, LlamaConfig fields), (b) SpecForge / SGLang (same tensors, `eagle_config` with
@@ -134,17 +134,17 @@ def open_eagle3(
     return open_weights(path, dtype, device, kernels, canonical_name)
 
 
-def load_target_ids(weights: Weights, spec: Eagle3Spec) -> Tensor:
+def load_target_ids(weights: Weights, draft_vocab_size: int, vocab_size: int) -> Tensor:
     """Return the target token of each draft token, int64 [draft_vocab]. The file's `d2t` holds the differences.
 
     Raises:
         ValueError: `d2t` is missing although the vocabulary is reduced, or points outside the target's vocabulary.
     """
-    ids = torch.arange(spec.draft_vocab_size, device=weights.device)
-    if spec.draft_vocab_size < spec.vocab_size or weights.has("d2t"):
+    ids = torch.arange(draft_vocab_size, device=weights.device)
+    if draft_vocab_size < vocab_size or weights.has("d2t"):
         ids = ids + weights.get("d2t").to(torch.int64)
-    if ids.unique().numel() != spec.draft_vocab_size or ids.min() < 0 or ids.max() >= spec.vocab_size:
-        raise ValueError(f"{weights.path}: d2t does not map to distinct tokens of a vocabulary of {spec.vocab_size}")
+    if ids.unique().numel() != draft_vocab_size or ids.min() < 0 or ids.max() >= vocab_size:
+        raise ValueError(f"{weights.path}: d2t does not map to distinct tokens of a vocabulary of {vocab_size}")
     return ids
 
 

@@ -39,7 +39,7 @@ def read_eagle_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
     if not raw:
         raise FileNotFoundError(f"no config.json in {path}")
     check_eagle(raw, path)
-    layers = _eagle_layers(raw, path, target)
+    layers = head_layers(layer_config(raw, path), path, target, qkv_bias=bool(raw.get("qkv_bias", False)))
     for what, own, wanted in (
         ("a vocabulary", layers.vocab_size, target.vocab_size),
         ("a hidden size", layers.hidden_size, target.hidden_size),
@@ -60,10 +60,12 @@ def read_eagle_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
     )
 
 
-def _eagle_layers(raw: dict[str, Any], path: Path, target: ModelSpec) -> ModelSpec:
-    config = layer_config(raw, path)
+def head_layers(
+    config: Any, path: Path, target: ModelSpec, *, qkv_bias: bool, o_bias: bool = False, qk_norm: bool = False
+) -> ModelSpec:
+    """Return the layers that a head's LlamaConfig or Qwen3Config describes."""
     return ModelSpec(
-        family="llama",
+        family="qwen3" if qk_norm else "llama",
         num_layers=config.num_hidden_layers,
         num_mtp_layers=0,
         hidden_size=config.hidden_size,
@@ -74,10 +76,10 @@ def _eagle_layers(raw: dict[str, Any], path: Path, target: ModelSpec) -> ModelSp
         vocab_size=config.vocab_size,
         rms_norm_eps=config.rms_norm_eps,
         tie_embeddings=False,
-        qkv_bias=bool(raw.get("qkv_bias", False)),
-        o_bias=False,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
         mlp_bias=False,
-        qk_norm=False,
+        qk_norm=qk_norm,
         rope=rope_spec(config),
         windows=layer_windows(config, path),
         max_position_embeddings=config.max_position_embeddings,

@@ -1,6 +1,8 @@
 """The decoder layers of a draft head, read from its config.json in any format.
 
-check_eagle, check_eagle3, check_mtp (raw, path)        refuse a head, or target, of another kind than the method's
+check_eagle, check_eagle3, check_mtp, check_dspark, check_dflash (raw, path)
+                                                        refuse a head, or target, of another kind than the method's
+block_kind(raw) -> "dspark", "dflash" or None           the method of a block head
 layer_config(raw, path, kind="llama") -> LlamaConfig or Qwen3Config
 layer_windows(config, path) -> (window or None, ...)    per layer
 """
@@ -15,8 +17,8 @@ from workers.models.config_json import fp8_block
 MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 INSTEAD_OF_MTP = "use 'eagle3', 'draft_model' or 'ngram'"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-
-
+_BLOCK_TYPES = ("dspark", "dflash")
+_BLOCK_ARCHITECTURES = {"Qwen3DSparkModel", "DSparkDraftModel", "DFlashDraftModel"}
 _NOT_THE_LAYERS = ("architectures", "model_type", "transformers_version", "quantization_config")
 
 
@@ -29,8 +31,37 @@ def check_mtp(raw: dict[str, Any], path: Path) -> None:
         )
 
 
+def check_dspark(raw: dict[str, Any], path: Path) -> None:
+    """Raise ValueError if config.json does not describe a DSpark head, which has a Markov head."""
+    _check_block(raw, path, "dspark", "has no markov_rank")
+
+
+def check_dflash(raw: dict[str, Any], path: Path) -> None:
+    """Raise ValueError if config.json does not describe a block head without a Markov head."""
+    _check_block(raw, path, "dflash", "has no dflash_config and names none in architectures")
+
+
+def _check_block(raw: dict[str, Any], path: Path, method: str, lacks: str) -> None:
+    kind = block_kind(raw)
+    if kind is not None and kind != method:
+        raise ValueError(f"{path} is a block head of another kind: write method {kind!r}")
+    if kind is None:
+        raise ValueError(f"{path} is not a block head that method {method!r} reads: its config.json {lacks}")
+
+
+def block_kind(raw: dict[str, Any]) -> Literal["dspark", "dflash"] | None:
+    """Return the method of a block head, None for anything else. With a Markov head it is DSpark, whatever its name."""
+    own = raw.get("dflash_config") or {}
+    names = set(raw.get("architectures") or ())
+    is_block = own or names & _BLOCK_ARCHITECTURES or raw.get("speculators_model_type") in _BLOCK_TYPES
+    if not is_block:
+        return None
+    return "dspark" if raw.get("markov_rank") or own.get("markov_rank") else "dflash"
+
+
 def check_eagle(raw: dict[str, Any], path: Path) -> None:
-    """Raise ValueError if config.json describes an EAGLE-3 head, or one in a format that only those are read in."""
+    """Raise ValueError if config.json describes a head of another kind, or one in a format that only those have."""
+    _check_not_block(raw, path)
     _check_speculators(raw, path)
     if "draft_vocab_size" in raw or "speculators_model_type" in raw:
         raise ValueError(f"{path} is an EAGLE-3 head: write method 'eagle3'")
@@ -38,6 +69,7 @@ def check_eagle(raw: dict[str, Any], path: Path) -> None:
 
 def check_eagle3(raw: dict[str, Any], path: Path) -> None:
     """Raise ValueError if config.json does not describe an EAGLE-3 head."""
+    _check_not_block(raw, path)
     _check_speculators(raw, path)
     if "draft_vocab_size" not in raw and not any("Eagle3" in name for name in raw.get("architectures") or []):
         raise ValueError(f"{path} is not an EAGLE-3 head: its config.json has no draft_vocab_size")
@@ -48,13 +80,19 @@ def num_mtp_layers(raw: dict[str, Any]) -> int:
     return next((raw[name] for name in MTP_FIELDS if raw.get(name)), 0)
 
 
+def _check_not_block(raw: dict[str, Any], path: Path) -> None:
+    if kind := block_kind(raw):
+        raise ValueError(f"{path} is a head that drafts a block in one pass: write method {kind!r}")
+
+
 def _check_speculators(raw: dict[str, Any], path: Path) -> None:
     """Raise ValueError for a head in the format of vLLM's speculators that is not an EAGLE-3 head."""
     kind = raw.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise ValueError(
-            f"{path} is a head of type {kind!r} in the format of speculators, of which only 'eagle3' is supported; "
-            "for EAGLE-1/2 use the checkpoint that it was converted from, in SafeAILab's layout, with method 'eagle'"
+            f"{path} is a head of type {kind!r} in the format of speculators, of which 'eagle3', 'dspark' and 'dflash' "
+            "are supported; for EAGLE-1/2 use the checkpoint that it was converted from, in SafeAILab's layout, with "
+            "method 'eagle'"
         )
 
 

@@ -184,11 +184,19 @@ class Attention:
 
     def __call__(self, x_ND: Tensor, rotation: Rotation, plan: AttentionPlan, kv: KVPool, layer: int) -> Tensor:
         """Attend from normalized x_ND; return [N, D] summed over the ranks, without the residual. Writes their KV."""
+        q_NHd = self.write(x_ND, rotation, plan.write_slots_N, kv, layer)
+        return self.attend(q_NHd, plan, kv, layer)
+
+    def write(self, x_ND: Tensor, rotation: Rotation, slots_N: Tensor, kv: KVPool, layer: int) -> Tensor:
+        """Write the rows' KV to these physical slots; return their queries [N, H, d]."""
         qkv_NHd = self.qkv(x_ND).view(-1, *self.qkv_shape)
         qk_NHd = qkv_NHd[:, : self.num_rotated]
         self.kernels.rotate_(qk_NHd, rotation, self.qk_norm_Hd, self.eps)
-        kv.write(layer, qkv_NHd[:, self.num_heads :].view(-1, *self.kv_shape), plan.write_slots_N)
-        q_NHd = qkv_NHd[:, : self.num_heads]
+        kv.write(layer, qkv_NHd[:, self.num_heads :].view(-1, *self.kv_shape), slots_N)
+        return qkv_NHd[:, : self.num_heads]
+
+    def attend(self, q_NHd: Tensor, plan: AttentionPlan, kv: KVPool, layer: int) -> Tensor:
+        """Attend from queries whose KV is written; return [N, D] summed over the ranks."""
         out = self.kernels.tree_attention(q_NHd, kv.layer(layer), plan, self.scale, self.window)
         return self.tp.all_reduce_(self.o(out))
 

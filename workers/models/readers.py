@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.models.config_json import SUPPORTED_ARCHITECTURES, eos_ids, fp8_block, read_json
-from workers.models.head_layers import num_mtp_layers
+from workers.models.head_layers import block_kind, num_mtp_layers
 from workers.models.specs import ModelSpec
 
 
@@ -89,6 +89,11 @@ def check_model(raw: dict[str, Any], path: Path) -> None:
     quantization = raw.get("quantization_config")
     if quantization:
         fp8_block(quantization, path)
+    if kind := block_kind(raw):
+        raise ValueError(
+            f"{path} is a draft head, not a model that can run by itself; "
+            f'write speculative_config: {{"method": "{kind}", "model": "{path}"}}'
+        )
     if "draft_vocab_size" in raw or "speculators_model_type" in raw:
         raise ValueError(
             f"{path} is an EAGLE-3 draft head, not a model that can run by itself; "

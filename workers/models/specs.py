@@ -6,11 +6,14 @@ Reading them needs transformers, whose import takes 3 s and 190 MB; so the ranks
     TransformersSpec    a model that runs in transformers' own class, read by `workers.models.transformers_spec`
     Eagle3Spec          an EAGLE-3 head, read by `workers.models.eagle3_format`
     FcHeadSpec          an EAGLE-1/2 head or MTP layers, read by `workers.models.fc_head_format`
+    BlockSpec           a DSpark or DFlash head, read by `workers.models.block_format`
     Specs               the descriptions of one engine, as JSON on the way to its ranks
     check_parallel(spec, size)      ValueError unless `size` ranks can share the model
 
 Every description of a drafter says the same things of it: `layers`, the shapes of its decoder layers; `tap_layers`,
-where the target's states are captured for it; `draft_vocab_size`; and `matrix_shapes`.
+where the target's states are captured for it; `draft_vocab_size`; `matrix_shapes`; `max_depth`, how many tokens one
+pass drafts (None = a pass drafts one, and any number of them follow); and `has_marginals`, whether what it says of a
+depth is the same below every node.
 
 Importing this module imports neither torch nor transformers.
 """
@@ -68,6 +71,8 @@ class ModelSpec:
     expert_share: float = 1.0  # share of the experts that a row uses in a mixture of experts
 
     tap_layers: ClassVar[tuple[int, ...]] = ()
+    max_depth: ClassVar[int | None] = None
+    has_marginals: ClassVar[bool] = False
 
     @property
     def layers(self) -> ModelSpec:
@@ -128,6 +133,8 @@ class Eagle3Spec:
     family: ClassVar[str] = "EAGLE-3"
     can_split: ClassVar[bool] = True
     expert_share: ClassVar[float] = 1.0
+    max_depth: ClassVar[int | None] = None
+    has_marginals: ClassVar[bool] = False
 
     @property
     def layers(self) -> Eagle3Spec:
@@ -157,6 +164,8 @@ class FcHeadSpec:
     final_norm: str | None  # its output is also the next level's feature
 
     tap_layers: ClassVar[tuple[int, ...]] = ()
+    max_depth: ClassVar[int | None] = None
+    has_marginals: ClassVar[bool] = False
 
     @property
     def draft_vocab_size(self) -> int:
@@ -169,7 +178,46 @@ class FcHeadSpec:
         return {f"{self.fc}.weight": (hidden, 2 * hidden)} | _layer_shapes(self.layers, "layers")
 
 
-DraftSpec: TypeAlias = ModelSpec | TransformersSpec | Eagle3Spec | FcHeadSpec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpec:
+    """A DSpark or DFlash head, which drafts a block of tokens in one pass. H = hidden width, D = target_hidden_size."""
+
+    layers: ModelSpec  # Qwen3 layers; the vocabulary is the target's
+    target_hidden_size: int
+    draft_vocab_size: int
+    tap_layers: tuple[int, ...]  # residual stream captured BEFORE these target layers
+    block_size: int  # slots of a pass: the anchor, then mask tokens
+    from_anchor: bool  # a slot predicts the token behind its own, and the anchor's slot predicts, too; else its own
+    mask_token_id: int
+    is_causal: tuple[bool, ...]  # per layer: a slot sees no later slots of its block
+    markov_rank: int  # of the bias that a token puts on the logits of its child; 0 = no bias
+    is_gated: bool  # the bias depends on the slot, too
+
+    @property
+    def max_depth(self) -> int:
+        """Tokens that one pass drafts."""
+        return self.block_size if self.from_anchor else self.block_size - 1
+
+    @property
+    def has_marginals(self) -> bool:
+        """Whether the distribution at a depth does not depend on the token before it."""
+        return not self.markov_rank
+
+    def matrix_shapes(self) -> Shapes:
+        """Return the matrices of its checkpoint, without an embedding, which may be the target's."""
+        hidden, rank = self.layers.hidden_size, self.markov_rank
+        shapes: Shapes = {"fc.weight": (hidden, len(self.tap_layers) * self.target_hidden_size)}
+        if rank:
+            shapes["markov_head.markov_w1.weight"] = (self.layers.vocab_size, rank)
+            shapes["markov_head.markov_w2.weight"] = (self.draft_vocab_size, rank)
+        if self.is_gated:
+            shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
+        if self.draft_vocab_size < self.layers.vocab_size:
+            shapes["lm_head.weight"] = (self.draft_vocab_size, hidden)
+        return shapes | _layer_shapes(self.layers, "layers")
+
+
+DraftSpec: TypeAlias = ModelSpec | TransformersSpec | Eagle3Spec | FcHeadSpec | BlockSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

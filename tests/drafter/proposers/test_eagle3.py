@@ -384,8 +384,8 @@ def test_a_null_field_counts_as_absent(tmp_path: Path, target: Path, qk_norm: bo
         (lambda path: edit_layers(path, model_type="gpt_oss"), "type 'gpt_oss' are not supported; supported: llama, q"),
         (drop("layers.0.self_attn.q_norm.weight"), r"'midlayer.self_attn.q_norm.weight' is missing"),
         (
-            lambda path: checkpoints.edit_config(path, speculators_model_type="dflash"),
-            "type 'dflash' in the format of speculators, of which only 'eagle3' is supported",
+            lambda path: checkpoints.edit_config(path, speculators_model_type="mlp"),
+            "type 'mlp' in the format of speculators, of which 'eagle3', 'dspark' and 'dflash' are supported",
         ),
     ],
 )

@@ -1,0 +1,306 @@
+"""DSpark and DFlash heads equal a plain float64 implementation of the published formulas, and refuse other heads.
+
+The proposer is fed as the engine feeds it (scattered pages, chunks, two requests), then asked for tree levels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from drafter.proposers.block import BlockProposer, ScratchPages
+from drafter.tree.frontier import Frontier
+from tests.support import checkpoints
+from workers.config import DraftConfig, TreeConfig
+from workers.models.block_format import ContextFusion, read_block_spec
+from workers.models.draft_methods import METHODS, read_draft_spec
+from workers.models.readers import check_model, read_raw, read_spec
+from workers.types import DraftRequest
+
+torch.set_num_threads(1)
+
+PAGE, PAGES = 4, 12
+TOLERANCE = 1e-5
+
+
+class PlainBlock:
+    """One pass over a whole sequence, dense, with every weight by its published name."""
+
+    def __init__(self, path: Path, target: Path, *, from_anchor: bool) -> None:
+        own, shared = (load_file(folder / "model.safetensors") for folder in (path, target))
+        self.w = {name: tensor.double() for name, tensor in own.items()}
+        raw = json.loads((path / "config.json").read_text())
+        self.config = raw.get("transformer_layer_config", raw)
+        self.options = raw | raw.get("dflash_config", {})
+        self.embedding = self.w.get("embed_tokens.weight", shared["model.embed_tokens.weight"].double())
+        self.head = self.w.get("lm_head.weight", shared["lm_head.weight"].double())
+        d2t = own.get("d2t", torch.zeros(len(self.head), dtype=torch.int64))
+        self.target_ids = torch.arange(len(d2t)) + d2t
+        self.from_anchor = from_anchor
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * self.w[f"{name}.weight"]
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        return self.norm(taps.double() @ self.w["fc.weight"].T, "hidden_norm")
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        half, theta = x.shape[-1] // 2, (self.config.get("rope_parameters") or self.config).get("rope_theta", 10000.0)
+        angle = positions[:, None, None] / theta ** (torch.arange(half, dtype=torch.float64) / half)
+        low, high = x[..., :half], x[..., half:]
+        return torch.cat([low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()], dim=-1)
+
+    def attention(self, x: Tensor, context: Tensor, name: str, window: int | None) -> Tensor:
+        size, p = self.config["head_dim"], len(context)
+        rows = torch.cat([context, x])
+        q = (x @ self.w[f"{name}q_proj.weight"].T).view(len(x), -1, size)
+        k, v = ((rows @ self.w[f"{name}{n}_proj.weight"].T).view(len(rows), -1, size) for n in "kv")
+        positions = torch.arange(len(rows))
+        q = self.rotate(self.norm(q, f"{name}q_norm"), positions[p:])
+        k = self.rotate(self.norm(k, f"{name}k_norm"), positions)
+        distance = positions[p:, None] - positions
+        sees = torch.ones_like(distance, dtype=torch.bool)
+        if window or self.options.get("causal"):
+            sees = distance >= 0
+        if window:
+            sees = sees & (distance < window)
+        group = q.shape[1] // k.shape[1]
+        heads = []
+        for head in range(q.shape[1]):
+            scores = (q[:, head] @ k[:, head // group].T / size**0.5).masked_fill(~sees, float("-inf"))
+            heads.append(scores.softmax(-1) @ v[:, head // group])
+        return torch.cat(heads, dim=-1) @ self.w[f"{name}o_proj.weight"].T
+
+    def hidden(self, anchor: int, context: Tensor) -> Tensor:
+        """Return the normed output [depths, H] of the slots that predict."""
+        slots = [anchor] + [self.options["mask_token_id"]] * (self.options["block_size"] - 1)
+        h = self.embedding[slots]
+        kinds = self.config.get("layer_types") or ["full_attention"] * self.config["num_hidden_layers"]
+        for index, kind in enumerate(kinds):
+            name = f"layers.{index}."
+            window = self.config["sliding_window"] if kind == "sliding_attention" else None
+            h = h + self.attention(self.norm(h, f"{name}input_layernorm"), context, f"{name}self_attn.", window)
+            y = self.norm(h, f"{name}post_attention_layernorm")
+            gate, up = (y @ self.w[f"{name}mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+            h = h + (gate * gate.sigmoid() * up) @ self.w[f"{name}mlp.down_proj.weight"].T
+        return self.norm(h, "norm")[0 if self.from_anchor else 1 :]
+
+    def logits(self, anchor: int, context: Tensor, path: list[int]) -> Tensor:
+        """Return the logits of the child of a path below the anchor; the mask token has none."""
+        hidden = self.hidden(anchor, context)[len(path)]
+        logits = hidden @ self.head.T
+        if "markov_head.markov_w1.weight" in self.w:
+            e = self.w["markov_head.markov_w1.weight"][[anchor, *path][-1]]
+            if self.options.get("markov_head_type") == "gated":
+                x = torch.cat([hidden, e]) @ self.w["markov_head.gate_proj.weight"].T
+                e = (x + self.w["markov_head.gate_proj.bias"]).sigmoid() * e
+            logits = logits + self.w["markov_head.markov_w2.weight"] @ e
+        return logits.masked_fill(self.target_ids == self.options["mask_token_id"], float("-inf"))
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "DSpark of DeepSpec": {},
+    "DSpark of DeepSpec, a block of 16 in five layers": {"block_size": 16, "num_hidden_layers": 5, "head_dim": 16},
+    "DSpark of DeepSpec, gated": {"markov_head_type": "gated", "rope_theta": 5e4},
+    "DSpark of SpecForge": {"style": "specforge"},
+    "DSpark of speculators": {"style": "speculators", "from_anchor": True, "draft_vocab_size": 40},
+    "DSpark of speculators, own slots": {"style": "speculators", "from_anchor": False, "draft_vocab_size": 40},
+    "DSpark of speculators with windows": {
+        "style": "speculators",
+        "from_anchor": True,
+        **checkpoints.sliding(5, "sliding_attention", "full_attention"),
+    },
+    "DFlash of DeepSpec": {"markov_rank": 0},
+    "DFlash of z-lab": {"style": "z-lab", "markov_rank": 0, "block_size": 8},
+}
+OWN_SLOT = ("DSpark of speculators, own slots", "DFlash of z-lab")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.write_model(tmp_path_factory.mktemp("target"), "qwen3", head_dim=8)
+
+
+def feed(histories: list[list[int]], features: list[Tensor], start: list[int], stop: list[int]) -> DraftRequest:
+    """Feed tokens start .. stop - 1 of each request, each with the feature of the token before it."""
+    nothing = {name: torch.empty(0) for name in DraftRequest.__dataclass_fields__}
+    spans = list(zip(histories, features, start, stop, strict=True))
+    is_root = [end == len(history) for history, _, _, end in spans]
+    return DraftRequest(
+        **nothing
+        | {
+            "offsets": torch.tensor(np.cumsum([0, *(b - a for *_, a, b in spans)]), dtype=torch.int32),
+            "start_B": torch.tensor(start, dtype=torch.int32),
+            "token_M": torch.tensor([t for history, _, a, b in spans for t in history[a:b]], dtype=torch.int32),
+            "page_table_BP": torch.tensor([[9, 2, 11, 5], [4, 8, 3, 10]], dtype=torch.int32),
+            "num_nodes_B": torch.tensor(is_root, dtype=torch.int32) * 4,
+            "features_MH": torch.cat([f[a - 1 : b - 1] for _, f, a, b in spans]),
+        }
+    )
+
+
+def proposer_of(path: Path, target: Path) -> BlockProposer:
+    head = checkpoints.load_block(path, target)
+    scratch = ScratchPages(PAGES, PAGE, head.spec.block_size)
+    kv = head.new_kv_pool((PAGES + 2 * scratch.per_request) * PAGE)
+    with torch.inference_mode():
+        kv.data.fill_(7.0)  # reading slot 0 or an unwritten slot changes the result
+    return BlockProposer(head, kv, PAGE, scratch)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_equals_the_published_formulas(tmp_path: Path, target: Path, name: str) -> None:
+    """Prompts in chunks, then two steps in which both requests grow a tree behind more committed tokens."""
+    path = checkpoints.write_block(tmp_path, **HEADS[name])
+    plain = PlainBlock(path, target, from_anchor=name not in OWN_SLOT)
+    spec = read_block_spec(path, read_spec(target))
+    assert spec.max_depth == spec.block_size - (name in OWN_SLOT)
+    assert spec.has_marginals is ("DFlash" in name)
+    generator = torch.Generator().manual_seed(3)
+    tokens = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in (15, 11)]
+    taps = [torch.randn(len(history) - 1, 128, generator=generator) for history in tokens]
+    fusion = ContextFusion.load(path, spec)
+    features = [fusion(own) for own in taps]
+    contexts = [plain.fuse(own) for own in taps]
+    for own, expected in zip(features, contexts, strict=True):
+        assert_close(own, expected)
+
+    proposer = proposer_of(path, target)
+    assert proposer.extend(feed(tokens, features, [1, 1], [7, 3])).shape == (0, len(plain.target_ids))
+    start = [7, 3]
+    for stop in ([12, 8], [15, 11]):
+        histories = [own[:end] for own, end in zip(tokens, stop, strict=True)]
+        roots = proposer.extend(feed(histories, features, start, stop))
+        start = stop
+        ask = [(own[-1], context[: len(own) - 1]) for own, context in zip(histories, contexts, strict=True)]
+        for g in range(2):
+            assert_close(roots[g], plain.logits(*ask[g], []))
+        # Request 0: root -> 1, 2; 2 -> 3; 1 -> 4. Request 1: root -> 1 -> 2.
+        first = proposer.expand(frontier(1, [0, 0, 1], [17, 60, 5]))
+        for row, (g, below) in enumerate([(0, [17]), (0, [60]), (1, [5])]):
+            assert_close(first[row], plain.logits(*ask[g], below))
+        second = proposer.expand(frontier(2, [0, 0, 1], [41, 3, 90]))
+        for row, (g, below) in enumerate([(0, [60, 41]), (0, [17, 3]), (1, [5, 90])]):
+            assert_close(second[row], plain.logits(*ask[g], below))
+        last = spec.max_depth - 1
+        deepest = proposer.expand(frontier(last, [1], [33]))
+        assert_close(deepest[0], plain.logits(*ask[1], [9] * (last - 1) + [33]))
+
+
+def frontier(depth: int, request: list[int], token: list[int]) -> Frontier:
+    """Return nodes of one level; a look-up needs neither their rows nor their ancestors."""
+    unread = np.zeros(len(request), dtype=np.int64)
+    return Frontier(depth, np.array(request), unread, unread, np.array(token), unread)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    """Random weights give logits of about 20, so the tolerance is relative to the largest."""
+    scale = expected[expected.isfinite()].abs().max()
+    torch.testing.assert_close(actual.double() / scale, expected / scale, atol=TOLERANCE, rtol=0)
+
+
+def test_a_wrong_layout_and_a_shifted_tap_change_the_result(tmp_path: Path, target: Path) -> None:
+    """Neither raises an error in an engine: drafts are only accepted less often."""
+    path = checkpoints.write_block(tmp_path, style="speculators", from_anchor=True)
+    right = PlainBlock(path, target, from_anchor=True)
+    wrong = PlainBlock(path, target, from_anchor=False)
+    context = right.fuse(torch.randn(5, 128, generator=torch.Generator().manual_seed(0)))
+    assert not torch.allclose(right.logits(7, context, []), wrong.logits(7, context, []), atol=0.1)
+    spec = read_spec(target)
+    for style in ("deepspec", "z-lab", "specforge", "speculators"):
+        head = checkpoints.write_block(tmp_path / style, style=style, taps=(0, 2), from_anchor=True)
+        assert read_block_spec(head, spec).tap_layers == (0, 2), style
+
+
+@pytest.mark.parametrize(
+    ("written", "num_tokens", "expected"), [(None, 7, True), (None, 6, False), (False, 7, False), (True, 6, True)]
+)
+def test_the_slots_of_speculators_heads(
+    tmp_path: Path, target: Path, written: bool | None, num_tokens: int, expected: bool
+) -> None:
+    path = checkpoints.write_block(tmp_path, style="speculators", from_anchor=written)
+    proposals = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_tokens}]}
+    checkpoints.edit_config(path, speculators_config=proposals)
+    assert read_block_spec(path, read_spec(target)).from_anchor is expected
+
+
+def edited(**changes: Any) -> Callable[[Path], None]:
+    return lambda path: checkpoints.edit_config(path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "damage", "message"),
+    [
+        ({}, edited(block_size=None), "block_size in config.json is None; for this target it must be 2 to 64"),
+        ({}, edited(mask_token_id=96), "mask_token_id in config.json is 96; for this target it must be 0 to 95"),
+        ({}, edited(target_layer_ids=[0, 2]), r"its layer ids \[0, 2\] do not fit a target of 3 layers"),
+        ({}, edited(markov_head_type="rnn"), "markov_head_type 'rnn' is not supported; supported: vanilla, gated"),
+        ({}, edited(final_logit_softcapping=30.0), "final_logit_softcapping 30.0 is not supported; supported: none"),
+        ({}, edited(vocab_size=97), "for a target with a vocabulary of 97, this one has 96"),
+        ({}, edited(target_hidden_size=65), "for a target with a hidden size of 65, this one has 64"),
+        ({}, edited(markov_rank=8), r"markov_w1.weight is \(96, 12\), config.json asks for \(96, 8\): .*markov_rank"),
+        ({"style": "specforge"}, edited(dflash_config={"use_swa": True}), "dflash_config has use_swa, which is not"),
+        ({"style": "speculators"}, edited(), "does not say which token a slot predicts; write sample_from_anchor"),
+        (
+            {"style": "speculators", "from_anchor": True, **checkpoints.sliding(4, *["sliding_attention"] * 2)},
+            edited(sliding_window_non_causal=True),
+            "slots that see later slots within a sliding window are not supported",
+        ),
+        (
+            {},
+            lambda path: checkpoints.edit_weights(path, remove=("layers.1.self_attn.q_norm.weight",)),
+            r"layers\.1\.self_attn\.q_norm\.weight",
+        ),
+        ({}, lambda path: checkpoints.edit_weights(path, add={"x": torch.ones(1)}), "unknown tensors: x"),
+        ({}, lambda path: checkpoints.edit_weights(path, remove=("hidden_norm.weight",)), "'hidden_norm.weight' is"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused_by_name(
+    tmp_path: Path, target: Path, options: dict[str, Any], damage: Callable[[Path], None], message: str
+) -> None:
+    path = checkpoints.write_block(tmp_path, **options)
+    damage(path)
+    with pytest.raises(ValueError, match=message):
+        ContextFusion.load(path, checkpoints.load_block(path, target).spec)
+
+
+def test_a_head_is_told_which_method_reads_it(tmp_path: Path, target: Path) -> None:
+    dspark = checkpoints.write_block(tmp_path / "dspark")
+    dflash = checkpoints.write_block(tmp_path / "dflash", style="z-lab", markov_rank=0)
+    eagle3 = checkpoints.write_eagle3(tmp_path / "eagle3", style="speculators")
+    wrong = [
+        (dspark, ("eagle", "eagle3", "dflash"), "write method 'dspark'"),
+        (dflash, ("eagle", "eagle3", "dspark"), "write method 'dflash'"),
+        (eagle3, ("dspark", "dflash"), "is not a block head that method"),
+    ]
+    for path, methods, message in wrong:
+        for method in methods:
+            check = METHODS[method].check
+            assert check is not None
+            with pytest.raises(ValueError, match=message):
+                check(read_raw(path), path)
+    with pytest.raises(ValueError, match='"method": "dspark"'):
+        check_model(read_raw(dspark), dspark)
+
+
+def test_a_fixed_tree_is_no_deeper_than_the_block(tmp_path: Path, target: Path) -> None:
+    path = checkpoints.write_block(tmp_path)
+    for tree, fits in (
+        (TreeConfig(kind="chain", num_speculative_tokens=7), True),
+        (TreeConfig(kind="chain", num_speculative_tokens=8), False),
+        (TreeConfig(max_depth=9), True),  # drafts no deeper than it can
+    ):
+        draft = DraftConfig(method="dspark", model_path=str(path), tree=tree)
+        if fits:
+            assert read_draft_spec(draft, read_spec(target)) is not None
+            continue
+        with pytest.raises(ValueError, match="drafts 7 tokens in one pass, and the tree is 8 deep: write a chain or"):
+            read_draft_spec(draft, read_spec(target))
