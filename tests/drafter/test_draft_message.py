@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 
 from drafter.drafter import Drafter
 from drafter.proposers.base import DraftModelProposer, FeatureProposer, Proposer
+from drafter.proposers.block import BlockHead, BlockProposer, ScratchPages
 from drafter.proposers.ngram import MatchLengths, NgramProposer
 from drafter.tree.policy import make_tree_policy
 from tests.support import checkpoints
@@ -34,6 +38,19 @@ PAGE, NUM_PAGES, TREE = 4, 60, TreeConfig(num_speculative_tokens=7, max_depth=4,
 def eagle3() -> FeatureProposer:
     head = checkpoints.load_eagle3(BUNDLED / "eagle3", BUNDLED / "target")
     return FeatureProposer(head, head.new_kv_pool(NUM_PAGES * PAGE), PAGE, 1 + TREE.num_speculative_tokens)
+
+
+@cache
+def block_head() -> BlockHead:
+    with TemporaryDirectory() as folder:
+        return checkpoints.load_block(checkpoints.write_bigrams(Path(folder), BUNDLED / "target"), BUNDLED / "target")
+
+
+def dspark() -> BlockProposer:
+    head = block_head()
+    scratch = ScratchPages(NUM_PAGES, PAGE, head.spec.block_size)
+    num_pages = NUM_PAGES + len(ASKED) * scratch.per_request
+    return BlockProposer(head, head.new_kv_pool(num_pages * PAGE), PAGE, scratch)
 
 
 def draft_model() -> DraftModelProposer:
@@ -137,9 +154,9 @@ def told(reply: DraftReply, place: int) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("make", [eagle3, draft_model, ngram])
+@pytest.mark.parametrize("make", [eagle3, dspark, draft_model, ngram])
 def test_each_request_of_a_message_gets_the_tree_that_it_gets_alone(make: Callable[[], Any]) -> None:
-    width = make().width if make is eagle3 else 0
+    width = make().width
     together = reply(make(), list(range(len(ASKED))), width, is_even=make is ngram)
     growing = [i for i, asked in enumerate(ASKED) if asked[3]]
     assert len(together.trees.offsets) == len(growing) + 1 and len(together.trees.token_N) > 2 * len(growing)

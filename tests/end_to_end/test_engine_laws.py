@@ -95,6 +95,7 @@ class Service:
     tree: TreeConfig = TreeConfig(kind="dynamic", num_speculative_tokens=5, max_depth=3, max_children=2)  # noqa: RUF009
     method: Literal["eagle3", "draft_model"] = "eagle3"
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
+    has_leaf_siblings: bool = False
 
 
 CHAIN = TreeConfig(kind="chain", num_speculative_tokens=3)
@@ -105,6 +106,9 @@ SERVICES = {
     "traversal, tree": Service(),
     "recursive, chain": Service(CHAIN, acceptance=RECURSIVE),
     "recursive, tree": Service(STATIC, "draft_model", RECURSIVE),
+    "traversal, siblings are leaves": Service(
+        TreeConfig(num_speculative_tokens=6, max_depth=3, max_children=2), has_leaf_siblings=True
+    ),
     "traversal, hybrid": Service(STATIC, acceptance=AcceptanceConfig(sample_method="hybrid")),
     "recursive, hybrid": Service(acceptance=replace(RECURSIVE, sample_method="hybrid")),
     "thresholds": Service(
@@ -157,6 +161,7 @@ def crowd(how: Service) -> Crowd:
         num_pages=1500,
         max_num_seqs=100,
         acceptance=how.acceptance,
+        has_leaf_siblings=how.has_leaf_siblings,
     )
 
 

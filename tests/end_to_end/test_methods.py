@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support import checkpoints
-from tests.support.engines import BUNDLED, GeneratedAnswer, GenerationJob, Runner, bundled, prompts
+from tests.support.engines import BUNDLED, GeneratedAnswer, GenerationJob, Runner, bundled, prompts, pruned
 from workers.comm.ipc import Speculation
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, TreeConfig
-from workers.settings import SamplingSettings
+from workers.sampling.grammar import grammar_text
+from workers.settings import Constraints, SamplingSettings
 
 TREE = TreeConfig(num_speculative_tokens=12, max_depth=5, max_children=4)
 CHAIN = TreeConfig(kind="chain", num_speculative_tokens=4)
@@ -127,7 +128,19 @@ def block_head(folder: Path, style: str, window: int, rank: int) -> EngineConfig
     return engine(target, DraftConfig(method=method, model_path=str(teach_block(head)), tree=TREE))
 
 
+def bigrams(folder: Path, tree: TreeConfig, **options: int) -> EngineConfig:
+    head = checkpoints.write_bigrams(folder / "head", BUNDLED / "target")
+    draft = DraftConfig(
+        method="dspark", model_path=str(head), tensor_parallel_size=options.pop("draft_tp", 1), tree=tree
+    )
+    return replace(engine(BUNDLED / "target", draft), max_model_len=512, **options)  # type: ignore[arg-type]
+
+
 METHODS: dict[str, Callable[[Path], EngineConfig]] = {
+    "dspark of the bundled target": lambda folder: bigrams(folder, TREE),
+    "dspark of the bundled target, pruned, TP 2, draft TP 2": lambda folder: bigrams(
+        folder, pruned(min_prob=0.1, path_prob=0.01), tensor_parallel_size=2, draft_tp=2
+    ),
     "dspark": lambda folder: block_head(folder, "deepspec", 2, 64),  # the anchor's slot predicts, and sees one feature
     "dflash": lambda folder: block_head(folder, "z-lab", 3, 0),  # the slot behind it does
     "ngram": ngram,
@@ -144,8 +157,10 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def some_prompts(runner: Runner) -> list[list[int]]:
-    """The bundled target's prompts contain repetitions for lookup to find."""
+    """Return the bundled target's own prompts, for lookup with repetitions to find, or tokens at random."""
     if runner.config.model_path == str(BUNDLED / "target"):
+        if runner.config.draft.method != "ngram":
+            return prompts(3)
         return [prompt[:12] * 6 for prompt in prompts(3)]
     rng = random.Random(0)
     return [[rng.randrange(64) for _ in range(length)] for length in (1, 17, 40)]
@@ -167,7 +182,32 @@ def test_tokens_equal_those_without_speculation(runner: Runner, temperature: flo
     assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
     assert all(answer.stats.num_drafts == 0 for answer in plain)
     least = {"ngram": 1.3, "eagle": 3.0, "mtp": 3.0, "dspark": 3.0, "dflash": 1.8}
-    assert acceptance_length(drafted) > least[runner.config.draft.method]
+    is_taught = runner.config.model_path != str(BUNDLED / "target") or runner.config.draft.method == "ngram"
+    assert acceptance_length(drafted) > (least[runner.config.draft.method] if is_taught else 1.2)
+
+
+def test_a_grammar_and_penalties_hold_for_drafts_of_one_pass(tmp_path: Path) -> None:
+    """Constraints follow each node's own path, although no node has been run."""
+    grammar = grammar_text("regex", "[A-Z][a-z]{2,9}( [0-9]{1,4}){0,8}", whitespace="none")
+    asked = (Constraints(grammar=grammar), Constraints(frequency_penalty=0.7, repetition_penalty=1.2))
+    jobs = [
+        GenerationJob(
+            prompt=prompt,
+            max_tokens=24,
+            sampling=SamplingSettings(temperature=temperature, seed=seed, constraints=constraints),
+        )
+        for seed, prompt in enumerate(prompts(3))
+        for temperature in (0.0, 0.9)
+        for constraints in asked
+    ]
+    with Runner(replace(bigrams(tmp_path, TREE), eos_token_ids=(0, 2))) as runner:
+        plain = runner.run([replace(job, speculation=OFF) for job in jobs])
+        drafted = runner.run(jobs, concurrency=4)
+        sampled = runner.run([replace(job, speculation=Speculation(acceptance="rejection")) for job in jobs], 4)
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
+    assert acceptance_length(drafted) > 1.05 and acceptance_length(sampled) > 1.05
+    greedy = [i for i, job in enumerate(jobs) if not job.sampling.temperature]
+    assert [sampled[i].tokens for i in greedy] == [plain[i].tokens for i in greedy]
 
 
 def test_how_the_service_samples_its_drafts_reaches_the_drafter() -> None:

@@ -133,6 +133,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     windowed = checkpoints.sliding(9, "full_attention", "sliding_attention", "full_attention")
     checkpoints.write_model(root / "target", "qwen2", num_hidden_layers=3, **windowed)
     checkpoints.write_eagle3(root / "eagle3")
+    checkpoints.write_block(
+        root / "dspark", block_size=4, **checkpoints.sliding(5, "sliding_attention", "full_attention")
+    )
     checkpoints.write_model(root / "draft_model", "llama", num_hidden_layers=1, seed=1)
     checkpoints.write_model(root / "olmo2", "olmo2")
     checkpoints.write_model(root / "olmo2_draft", "olmo2", num_hidden_layers=1, seed=1)
@@ -227,7 +230,8 @@ def run(config: EngineConfig, jobs: list[Submit]) -> Run:
         is_model = method_of(config.draft).is_model
         kernels = kernels_for(device if is_model else "cpu", config.kernels, config.enforce_eager)
         proposer = load_proposer(drafter, specs, kernels)
-        draft = DraftModel(proposer, make_tree_policy(config.draft.tree), kernels=kernels).draft
+        max_depth = None if specs.draft is None else specs.draft.max_depth
+        draft = DraftModel(proposer, make_tree_policy(config.draft.tree), max_depth=max_depth, kernels=kernels).draft
         if is_model:
             for request in warm_up_requests(config, proposer.width):
                 draft(request)
@@ -390,9 +394,19 @@ def test_a_steps_tokens_are_sent_while_the_next_step_is_computed(
         ("eagle3", CHAIN, {"kernels": "torch"}),
         ("ngram", CHAIN, {}),
         ("eagle3", AUTO, {"kv_cache_dtype": "fp8"}),
+        ("dspark", DYNAMIC, {}),
         pytest.param("draft_model", DYNAMIC, {"kv_cache_dtype": "fp8", "kernels": "torch"}, marks=pytest.mark.full),
     ],
-    ids=["eagle3", "draft-model-auto", "draft-model-eager", "torch-kernels", "ngram", "fp8-kv", "fp8-kv-torch-kernels"],
+    ids=[
+        "eagle3",
+        "draft-model-auto",
+        "draft-model-eager",
+        "torch-kernels",
+        "ngram",
+        "fp8-kv",
+        "dspark",
+        "fp8-kv-torch-kernels",
+    ],
 )
 def test_every_kind_of_request_gets_the_cpus_tokens(
     models: Path, method: str, tree: TreeConfig, options: dict[str, object]

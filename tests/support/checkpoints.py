@@ -9,6 +9,7 @@ load_eagle3(path, target) -> Eagle3Head                              as its conf
 write_eagle(path, bias=True, with_embedding=False, with_head=False, seed=0, **config) -> path      EAGLE-1/2
 write_block(path, style="deepspec" | "z-lab" | "specforge" | "speculators", seed=0, **config) -> path
                                                                     DSpark, DFlash
+write_bigrams(path, target) -> path                                 DSpark that drafts what each token alone predicts
 load_block(path, target) -> BlockHead                               as its config.json describes it
 add_mtp(path, "qwen3" | "mimo", seed=0) -> path                     to a "qwen3" or "qwen2" model of write_model
 """
@@ -19,6 +20,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -26,8 +28,10 @@ from torch import Tensor
 from drafter.proposers.block import BlockHead
 from drafter.proposers.eagle3 import Eagle3Head
 from workers.models.block_format import read_block_spec
+from workers.models.decoder import Decoder
 from workers.models.eagle3_format import read_eagle3_spec
 from workers.models.readers import read_spec
+from workers.types import AttentionMetadata
 
 BASE = {
     "vocab_size": 96,
@@ -456,6 +460,45 @@ def write_block(
     if target_hidden_size:
         config["target_hidden_size"] = target_hidden_size
     (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def write_bigrams(path: Path, target: Path, *, rank: int = 96, block_size: int = 7) -> Path:
+    """Write a DSpark head that drafts a target's own bigrams: its Markov head has what each token alone predicts.
+
+    Its layers are random and small, so drafts depend on them, but hardly.
+    """
+    model = Decoder.load(target, read_spec(target))
+    spec = model.spec
+    token_V = torch.arange(spec.vocab_size)
+    kv = model.new_kv_pool(spec.vocab_size)
+    alone = AttentionMetadata(
+        query_offsets=np.arange(spec.vocab_size + 1, dtype=np.int32),
+        page_table_BP=np.arange(spec.vocab_size, dtype=np.int32)[:, None],
+        base_B=np.zeros(spec.vocab_size, dtype=np.int32),
+        slot_N=np.zeros(spec.vocab_size, dtype=np.int32),
+        visible_N=np.ones(spec.vocab_size, dtype=np.int32),
+        ancestors_N=np.zeros(spec.vocab_size, dtype=np.int64),
+    )
+    logits_VV = model.full_logits(model.forward(token_V, 0 * token_V, model.plan(alone, 1), kv).final_ND)
+    left_VV, size_V, right_VV = torch.linalg.svd(logits_VV - logits_VV.mean(1, keepdim=True))
+    write_block(
+        path,
+        markov_rank=rank,
+        block_size=block_size,
+        mask_token_id=3,
+        taps=(2, 5),
+        vocab_size=spec.vocab_size,
+        hidden_size=64,
+        target_hidden_size=spec.hidden_size,
+    )
+    tensors = load_file(path / "model.safetensors")
+    markov = {
+        "markov_head.markov_w1.weight": left_VV[:, :rank] * size_V[:rank],
+        "markov_head.markov_w2.weight": right_VV[:rank].T,
+        "lm_head.weight": 0.05 * tensors["lm_head.weight"],
+    }
+    edit_weights(path, add={name: tensor.contiguous() for name, tensor in markov.items()})
     return path
 
 

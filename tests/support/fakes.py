@@ -345,6 +345,7 @@ class Bench:
         num_pages: int = 65,
         acceptance: AcceptanceConfig = AcceptanceConfig(),  # noqa: B008
         may_lose_drafter: bool = False,
+        has_leaf_siblings: bool = False,
         **settings: Any,
     ) -> None:
         draft = None
@@ -357,7 +358,8 @@ class Bench:
         self.target = FakeTarget(language, config.page_size, config.max_model_len, waiting)
         self.proposer = FakeProposer(language, config.page_size, reads_features=method == "eagle3")
         is_hybrid = acceptance.sample_method == "hybrid"
-        drafter = Drafter(self.proposer, make_tree_policy(tree), is_hybrid=is_hybrid)
+        policy = make_tree_policy(tree, has_leaf_siblings=has_leaf_siblings)
+        drafter = Drafter(self.proposer, policy, is_hybrid=is_hybrid)
         self._new_drafter = functools.partial(FakeChannel, drafter)
         self.drafter = self._new_drafter() if method else None
         self.offers: list[FakeOffer] = []

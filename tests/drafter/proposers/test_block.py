@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from drafter.drafter import Drafter, warm_up_requests
 from drafter.proposers.block import BlockProposer, ScratchPages
 from drafter.tree.frontier import Frontier
+from drafter.tree.policy import make_tree_policy
 from tests.support import checkpoints
-from workers.config import DraftConfig, TreeConfig
+from tests.support.oracles import paths_of
+from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.models.block_format import ContextFusion, read_block_spec
 from workers.models.draft_methods import METHODS, read_draft_spec
 from workers.models.readers import check_model, read_raw, read_spec
-from workers.types import DraftRequest
+from workers.settings import SamplingSettings
+from workers.types import DraftRequest, SamplingBatch
 
 torch.set_num_threads(1)
 
@@ -205,6 +210,44 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     """Random weights give logits of about 20, so the tolerance is relative to the largest."""
     scale = expected[expected.isfinite()].abs().max()
     torch.testing.assert_close(actual.double() / scale, expected / scale, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["DSpark of DeepSpec", "DSpark of speculators, own slots", "DFlash of z-lab"])
+def test_sampled_children_come_with_the_published_law_at_every_node(tmp_path: Path, target: Path, name: str) -> None:
+    """The law that travels with a tree, by which `rejection` tests children, is softmax(base + bias) of each parent."""
+    path = checkpoints.write_block(tmp_path, **HEADS[name])
+    plain = PlainBlock(path, target, from_anchor=name not in OWN_SLOT)
+    proposer = proposer_of(path, target)
+    config = EngineConfig(
+        model_path=str(target), draft=DraftConfig(method="dspark", model_path=str(path)), page_size=PAGE
+    )
+    sampled = warm_up_requests(config, proposer.width)[-1]
+    tokens, taps = [3, 40, 17, 60, 5], torch.randn(4, 128, generator=torch.Generator().manual_seed(1))
+    sampled = replace(
+        sampled,
+        offsets=torch.tensor([0, 4], dtype=torch.int32),
+        token_M=torch.tensor(tokens[1:], dtype=torch.int32),
+        page_table_BP=torch.tensor([[9, 2, 11]], dtype=torch.int32),
+        features_MH=ContextFusion.load(path, proposer._head.spec)(taps),
+        sampling=SamplingBatch.stack([SamplingSettings(temperature=4.0, seed=7)]),
+    )
+    is_leafy = proposer._head.spec.has_marginals
+    policy = make_tree_policy(TreeConfig(), has_leaf_siblings=is_leafy)
+    reply = Drafter(proposer, policy, max_depth=proposer._head.spec.max_depth).draft(sampled)
+    assert reply.probs is not None and reply.trees.depth_N.max() > 1
+    paths = paths_of(reply.trees)
+    seen = 0
+    for row, below in enumerate(paths):
+        begin, end = reply.probs.offsets[row : row + 2].tolist()
+        if begin == end:
+            continue
+        expected = (plain.logits(tokens[-1], plain.fuse(taps), list(below)) / 4).softmax(-1)
+        q = torch.zeros(96, dtype=torch.float64)
+        weight = reply.probs.weight_S[begin:end].double()
+        q[reply.probs.id_S[begin:end].long()] = weight / weight.sum()
+        torch.testing.assert_close(q[plain.target_ids], expected, atol=1e-4, rtol=0)
+        seen += 1
+    assert seen > 2
 
 
 def test_a_wrong_layout_and_a_shifted_tap_change_the_result(tmp_path: Path, target: Path) -> None:
