@@ -18,8 +18,15 @@ from workers.models.specs import DraftSpec, Eagle3Spec, ModelSpec, Shapes, Trans
 _TOKEN_ID_BYTES = 4
 _CONTEXT_BYTES = 512 << 20
 """CUDA takes this much for each process on a device (assumed, not measured)."""
-_REPLICATED = ("embed_tokens.weight", "fc.weight", "input_proj.weight")
-"""Matrices that every rank holds whole, see `workers.models.decoder`, `eagle3_format` and `drafter.proposers.eagle`."""
+_REPLICATED = (
+    "embed_tokens.weight",
+    "fc.weight",
+    "input_proj.weight",
+    "markov_w1.weight",
+    "markov_head.gate_proj.weight",
+)
+"""Matrices that every rank holds whole, see `workers.models.decoder`, `eagle3_format`, `drafter.proposers.eagle` and
+`block`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
