@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import httpx2
-import uvicorn
+import uvicorn.server
 
 from cluster.engine.engine_client import EngineClient
 from cluster.http.limits import LimitedProtocol
@@ -29,6 +30,8 @@ from workers.config import DraftConfig, EngineConfig
 
 ANSWER = "def f(x):\n    return '🌳', x + 1\n"
 """The engine's output in HTTP tests."""
+# uvicorn looks every 0.1 s whether it is to end, and then waits as long: more than most tests take.
+uvicorn.server.asyncio = SimpleNamespace(**vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(seconds / 20)})
 CONFIG = EngineConfig(
     model_path="model", max_num_seqs=4, draft=DraftConfig(method="eagle3", model_path="head"), eos_token_ids=(0, 2)
 )
