@@ -1,6 +1,6 @@
 """Compiles every Triton kernel without a GPU and reports what it takes of one. Run by `test_kernels.py`.
 
-    python -m tests.support.compile_kernels [--archs 80 86 90] [--only attend] [--json]
+    python -m tests.support.compile_kernels [--archs 80 86 90] [--only attend] [--json | --quiet]
 
 Triton must not be interpreted in this process. Shapes are those of common models. An argument that is 1 at run time
 may be a constant to the compiler, so the narrowest cases are compiled too. Pointers are aligned and strides even, as
@@ -73,8 +73,8 @@ class Resources:
     loops: list[int]
 
 
-def compile_case(case: Case, arch: int) -> Resources:
-    """Compile one kernel for a compute capability of 10 x major + minor."""
+def compile_case(case: Case, arch: int) -> Any:
+    """Compile one kernel for a compute capability of 10 x major + minor; return what Triton made."""
     kernel, constants, names = case.kernel, dict(case.constants), case.kernel.arg_names
     if kernel is triton_attention._attend:
         pairs, width, item = constants["PAIRS"], constants["PADDED_WIDTH"], 4 if case.types["q_ptr"] == FLOAT else 2
@@ -87,6 +87,12 @@ def compile_case(case: Case, arch: int) -> Resources:
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     assert compiled.metadata.shared <= SHARED_BYTES[arch], case
+    return compiled
+
+
+def resources(case: Case, arch: int) -> Resources:
+    """Compile one kernel and look at its machine code."""
+    compiled = compile_case(case, arch)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         usage = _run(_TOOL, "-res-usage", file.name)
@@ -325,11 +331,15 @@ def main() -> None:
     parser.add_argument("--archs", type=int, nargs="+", default=[90], choices=list(SHARED_BYTES))
     parser.add_argument("--only", default="", help="kernels whose names begin so")
     parser.add_argument("--json", action="store_true", help="one JSON list of rows")
+    parser.add_argument("--quiet", action="store_true", help="only compile")
     options = parser.parse_args()
     rows = []
     for case in (*cases(), *growth(), *placement()):
         for arch in (arch for arch in options.archs if arch >= case.least_arch and case.name.startswith(options.only)):
-            rows.append(asdict(compile_case(case, arch)))
+            if options.quiet:
+                compile_case(case, arch)
+                continue
+            rows.append(asdict(resources(case, arch)))
             if not options.json:
                 print(*rows[-1].values(), sep="  ", flush=True)
     if options.json:

@@ -550,6 +550,6 @@ def test_every_kernel_compiles_for_hopper_and_attention_for_devices_with_less_sh
 ) -> None:
     """Compile ahead of time, which needs no GPU, because the interpreter accepts more than the compiler."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "tests.support.compile_kernels", *options]
+    command = [sys.executable, "-m", "tests.support.compile_kernels", "--quiet", *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
