@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 from ray.serve.config import HTTPOptions
 
@@ -363,3 +365,31 @@ def test_signals_do_not_interrupt_the_shutdown(started: list[dict[str, Any]], mo
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+HANGING = """
+import subprocess, time
+from cluster.serve.signals import StopSignals
+with StopSignals():
+    try:
+        subprocess.Popen(["sh", "-c", "sleep 600 & echo up; wait"])
+        time.sleep(600)
+    finally:
+        time.sleep(600)
+"""
+"""A service whose clean-up hangs."""
+
+
+def test_the_third_signal_ends_everything_at_once() -> None:
+    command = [sys.executable, "-c", HANGING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "up\n"
+        below = psutil.Process(process.pid).children(recursive=True)
+        for said in ("is stopping; 2 more", "is stopping; 1 more", "is killed"):
+            assert process.poll() is None
+            process.terminate()
+            assert said in process.stderr.readline()
+        assert process.wait(60) == 128 + signal.SIGKILL
+    assert len(below) == 2
+    assert psutil.wait_procs(below, timeout=60)[1] == []

@@ -181,9 +181,14 @@ def test_the_service_outlives_its_proxy_listens_on_loopback_alone_and_ends_in_or
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("process", [pytest.param("gcs_server", marks=pytest.mark.full), "raylet"])
-def test_the_end_of_its_ray_is_told_at_once(short: Path, process: str) -> None:
-    with serving(short) as one:
-        ready(one)
+def test_only_https_is_open_to_others_and_the_end_of_its_ray_is_told_at_once(short: Path, process: str) -> None:
+    pair = self_signed(short)
+    with serving(short, "--host", "0.0.0.0", *pair.flags) as one:
+        assert_speaks_tls_alone(ready(one), pair)
+        found = listening(one)
+        assert set(found) == {"127.0.0.1", "0.0.0.0"}
+        assert found["0.0.0.0"] == {"ray::ProxyActor"}, "the HTTPS port alone is open to others"
+
         below = one.below()
         [lost] = [each for each in below if each.name() == process]
         lost.kill()
@@ -212,23 +217,3 @@ def test_two_sigterms_while_it_starts_leave_nothing_and_start_nothing(short: Pat
         said = one.stderr.read_text()
         assert "SIGTERM received" not in said, "Ray's handler, which aborts"
         assert said.rstrip().endswith("stopped")
-
-
-@pytest.mark.serve
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_only_https_is_open_to_others_and_the_third_signal_ends_everything_at_once(short: Path) -> None:
-    pair = self_signed(short)
-    with serving(short, "--host", "0.0.0.0", *pair.flags) as one:
-        url = ready(one)
-        assert_speaks_tls_alone(url, pair)
-        found = listening(one)
-        assert set(found) == {"127.0.0.1", "0.0.0.0"}
-        assert found["0.0.0.0"] == {"ray::ProxyActor"}, "the HTTPS port alone is open to others"
-        below = one.below()
-        for _ in range(3):
-            one.process.terminate()
-            time.sleep(0.2)
-        assert_ended(one, below)
-        assert "SIGTERM received" not in (said := one.stderr.read_text())
-        assert "is killed" in said
