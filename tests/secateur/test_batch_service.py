@@ -1,6 +1,6 @@
 """A batch job against the real service, both killed on the way: every line is answered once, as without it.
 
-`--full` sends 5,000 lines instead of 300.
+`--full` sends 5,000 lines instead of 160.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from tests.support.fake_service import wait_for
 from tests.support.service_process import service_process
 
-NUM_LINES, NUM_LINES_FULL = 300, 5000
+NUM_LINES, NUM_LINES_FULL = 160, 5000
 PROGRESS_S = 1800.0
 
 
@@ -27,7 +27,7 @@ PROGRESS_S = 1800.0
 def batch_run(source: Path, output: Path, base_url: str) -> Iterator[subprocess.Popen[str]]:
     """Run a batch job; what is still running at the end is killed."""
     command = [sys.executable, "-m", "secateur", "batch", "run", str(source), "-o", str(output), "--base-url", base_url]
-    run = subprocess.Popen([*command, "--concurrency", "48"], stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen([*command, "--concurrency", "24"], stderr=subprocess.PIPE, text=True)
     try:
         yield run
     finally:

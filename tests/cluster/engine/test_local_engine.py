@@ -139,7 +139,7 @@ def test_a_lost_engine_is_replaced_and_changes_no_token(config: EngineConfig, ha
             settings = [SamplingSettings(temperature=0.0), SamplingSettings(temperature=0.8, seed=3)]
 
             async def answer(sampling: SamplingSettings) -> list[int]:
-                submit = Submit(id=client.new_id(), prompt=[300], max_tokens=250, ignore_eos=True, sampling=sampling)
+                submit = Submit(id=client.new_id(), prompt=[300], max_tokens=150, ignore_eos=True, sampling=sampling)
                 return [token for chunk in await collect(client, submit) for token in chunk.tokens]
 
             async def answers() -> list[list[int]]:
@@ -216,7 +216,7 @@ def test_a_lost_drafter_is_replaced_and_changes_no_token(
             ports = [len(listening(pid)) for pid in pids]
 
             async def answer() -> tuple[list[int], int]:
-                submit = Submit(id=client.new_id(), prompt=[300], max_tokens=400, ignore_eos=True)
+                submit = Submit(id=client.new_id(), prompt=[300], max_tokens=200, ignore_eos=True)
                 chunks = await collect(client, submit)
                 assert chunks[-1].stats is not None
                 return [t for chunk in chunks for t in chunk.tokens], chunks[-1].stats.num_accepted_tokens

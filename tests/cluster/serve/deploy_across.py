@@ -1,6 +1,7 @@
-"""`python -m tests.cluster.serve.deploy_across ADDRESS CONFIG` deploys a service on the cluster at RAY_ADDRESS.
+"""`python -m tests.cluster.serve.deploy_across ADDRESS CONFIG NUM_TOKENS` deploys a service at RAY_ADDRESS.
 
-ADDRESS: of this node; its proxy gets the requests. CONFIG: the arguments of the application, as JSON.
+ADDRESS: of this node; its proxy gets the requests. CONFIG: the arguments of the application, as JSON. NUM_TOKENS: of
+each answer.
 
 It prints `ready`, and for each line of its standard input, `plain` or `resuming`, the answer to a request: the first
 line tells that it has begun, the second has its tokens. A plain request fails when its connection breaks. It ends with
@@ -22,12 +23,12 @@ from secateur import Client
 from secateur.config import AppArgs
 
 PORT = 8000
-ASKED = {"prompt": "def f(", "temperature": 0, "ignore_eos": True, "return_token_ids": True, "max_tokens": 1500}
+ASKED = {"prompt": "def f(", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 CLIENTS: dict[str, dict[str, Any]] = {"plain": {"retries": 0, "outage_timeout": 0}, "resuming": {}}
 
 
 def main() -> None:
-    address, config = sys.argv[1:]
+    address, config, num_tokens = sys.argv[1:]
     ray.init(_node_ip_address=address)
     ray_serve.start(
         proxy_location="EveryNode",
@@ -39,7 +40,7 @@ def main() -> None:
     for kind in sys.stdin:
         tokens: list[int] = []
         with Client(f"http://{address}:{PORT}", **CLIENTS[kind.strip()]) as client:
-            for chunk in client.stream_complete(**ASKED):
+            for chunk in client.stream_complete(**ASKED, max_tokens=int(num_tokens)):
                 if not tokens:
                     print("begun", flush=True)
                 for choice in chunk.choices:

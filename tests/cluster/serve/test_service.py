@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -170,7 +171,7 @@ def test_a_disconnect_aborts_the_request(url: str, streamed: bool) -> None:
 
 
 def test_clients_do_not_notice_a_killed_drafter_and_another_one_takes_its_place(url: str) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 800, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": PROMPT, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
     ranks, before = topology(url), replica(url)
     wanted = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
     with ThreadPoolExecutor(8) as pool:
@@ -257,37 +258,46 @@ def test_our_clients_see_only_a_pause_when_the_proxy_and_the_replica_are_killed(
     assert httpx2.get(f"{url}/health", timeout=10).json() == {"status": "ok"}
 
 
-@pytest.mark.parametrize(("lost", "number"), [(1, signal.SIGSTOP), (0, signal.SIGKILL)], ids=["hung", "killed"])
-def test_clients_see_only_a_pause_when_a_verifier_is_lost(url: str, lost: int, number: signal.Signals) -> None:
-    """Of nine requests eight run and one waits."""
-    ranks, before = topology(url), replica(url)
-    bodies = [
-        {"prompt": PROMPT, "max_tokens": 1000, "temperature": 0.8 * (seed % 2), "seed": seed, "ignore_eos": True}
-        for seed in range(9)
-    ]
+NINE = [
+    {"prompt": PROMPT, "max_tokens": 300, "temperature": 0.8 * (seed % 2), "seed": seed, "ignore_eos": True}
+    for seed in range(9)
+]
+"""Of so many requests eight run and one waits."""
 
-    def ask(body: dict[str, Any]) -> str:
-        answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=120)
-        assert answer.status_code == 200, answer.text
-        choice, usage = answer.json()["choices"][0], answer.json()["usage"]
-        assert (choice["finish_reason"], usage["completion_tokens"]) == ("length", 1000)
-        return choice["text"]
 
+def ask(url: str, body: dict[str, Any]) -> str:
+    answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    choice, usage = answer.json()["choices"][0], answer.json()["usage"]
+    assert (choice["finish_reason"], usage["completion_tokens"]) == ("length", 300)
+    return choice["text"]
+
+
+@pytest.fixture(scope="module")
+def nine_texts(url: str) -> list[str]:
     with ThreadPoolExecutor(9) as pool:
-        wanted = list(pool.map(ask, bodies))
+        return list(pool.map(partial(ask, url), NINE))
+
+
+@pytest.mark.parametrize(("lost", "number"), [(1, signal.SIGSTOP), (0, signal.SIGKILL)], ids=["hung", "killed"])
+def test_clients_see_only_a_pause_when_a_verifier_is_lost(
+    url: str, nine_texts: list[str], lost: int, number: signal.Signals
+) -> None:
+    ranks, before = topology(url), replica(url)
+    with ThreadPoolExecutor(9) as pool:
         events: list[dict[str, Any]] = []
-        streamed = bodies[0] | {"stream": True}
+        streamed = NINE[0] | {"stream": True}
         with httpx2.stream("POST", f"{url}/v1/completions", json=streamed, timeout=120) as response:
             lines = (line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: "))
             events.append(json.loads(next(lines)))
-            answers = [pool.submit(ask, body) for body in bodies[1:]]
+            answers = [pool.submit(ask, url, body) for body in NINE[1:]]
             wait_for(lambda: metric(url, "num_requests_waiting") > 0, 60)
             os.kill(ranks[lost]["pid"], number)
             wait_for(lambda: "wait for a new engine" in httpx2.get(f"{url}/health", timeout=10).text, 60)
-            late = pool.submit(ask, bodies[0])
+            late = pool.submit(ask, url, NINE[0])
             events += [json.loads(line) for line in lines if line != "[DONE]"]
-        assert "".join(event["choices"][0]["text"] for event in events) == wanted[0]
-        assert [future.result() for future in answers] == wanted[1:] and late.result() == wanted[0]
+        assert "".join(event["choices"][0]["text"] for event in events) == nine_texts[0]
+        assert [future.result() for future in answers] == nine_texts[1:] and late.result() == nine_texts[0]
     assert httpx2.get(f"{url}/health", timeout=10).json() == {"status": "ok"}
     assert replica(url) == before
     assert {entry["pid"] for entry in topology(url)}.isdisjoint({entry.get("pid") for entry in ranks})
