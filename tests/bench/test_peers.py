@@ -302,8 +302,7 @@ with started([launch("vllm", Path(sys.argv[1]), Path(sys.argv[2]))], lambda line
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-@pytest.mark.parametrize("until", ["starting", "ready"])
+@pytest.mark.parametrize(("number", "until"), [(signal.SIGINT, "ready"), (signal.SIGKILL, "starting")])
 def test_no_peer_outlives_the_benchmark(number, until, folder, gguf, spawned) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(folder), str(gguf)],

@@ -187,7 +187,7 @@ def assert_law(texts: dict[str, dict[int, Path]], kinds: dict[str, Kind]) -> Non
 
 
 @pytest.mark.parametrize(
-    "service", [pytest.param(name, marks=pytest.mark.full if name == "recursive, chain" else []) for name in SERVICES]
+    "service", [pytest.param(name, marks=pytest.mark.full if name.endswith(", chain") else []) for name in SERVICES]
 )
 def test_whole_texts_of_sampled_drafts_follow_the_targets_law(service):
     with crowd(SERVICES[service]) as engine:

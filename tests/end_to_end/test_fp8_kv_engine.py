@@ -21,6 +21,7 @@ ENGINES = {
     "auto, draft model": bundled(PRICED, method="draft_model", **SMALL),
     "dynamic, TP 2": bundled(DYNAMIC, tp=2, draft_tp=2, **SMALL),
 }
+FEW = ("dynamic", "auto, draft model")
 SAMPLINGS = [SamplingSettings(temperature=0.0), SamplingSettings(temperature=0.9, top_p=0.9)]
 SHARED = [token for prompt in prompts(3) for token in prompt][:70]
 """The beginning of every second prompt."""
@@ -44,7 +45,7 @@ def plain() -> list[GeneratedAnswer]:
 
 
 @pytest.mark.parametrize(
-    "engine", [pytest.param(name, marks=[] if "TP" not in name else pytest.mark.full) for name in ENGINES]
+    "engine", [pytest.param(name, marks=[] if name in FEW else pytest.mark.full) for name in ENGINES]
 )
 def test_speculation_and_lack_of_pages_change_no_token(engine: str, plain: list[GeneratedAnswer]) -> None:
     config = ENGINES[engine]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import jsonschema
@@ -211,8 +212,18 @@ SPECULATIONS = {
 }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("speculation", SPECULATIONS)
+def pairs(rows: Iterable[str], columns: Iterable[Any], brief: set[tuple[str, Any]]) -> list[Any]:
+    """Return every pair; those that are not in `brief` run with `--full`."""
+    return [pytest.param(*pair, marks=[] if pair in brief else pytest.mark.full) for pair in product(rows, columns)]
+
+
+BRIEF = {
+    ("none", 1.0), ("eagle3", 0.0), ("eagle3", 1.0), ("eagle3, static", 0.0), ("eagle3, auto", 1.0),
+    ("eagle3, auto, mostly copies", 0.0), ("draft_model", 1.0), ("ngram", 0.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("speculation", "temperature"), pairs(SPECULATIONS, [0.0, 1.0], BRIEF))
 def test_the_tokens_are_those_of_a_masked_loop_whatever_is_drafted(speculation: str, temperature: float) -> None:
     asked = submits(temperature)
     with running(*SPECULATIONS[speculation]) as here:
@@ -252,8 +263,12 @@ REJECTION = {
 }
 
 
-@pytest.mark.parametrize("rule", REJECTION)
-@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+OF_EAGLE3 = {("eagle3", rule) for rule in REJECTION}
+
+
+@pytest.mark.parametrize(
+    ("method", "rule"), pairs(["eagle3", "draft_model"], REJECTION, OF_EAGLE3 | {("draft_model", "recursive")})
+)
 def test_under_rejection_answers_are_valid_and_no_node_is_forbidden(method: str, rule: str) -> None:
     asked = submits(1.0)
     coupled = [replace(submit, id=100 + submit.id, speculation=COUPLED) for submit in submits(1.0, seeds=1)]
@@ -269,8 +284,10 @@ def test_under_rejection_answers_are_valid_and_no_node_is_forbidden(method: str,
 COUPLED = Speculation(acceptance="coupled")
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("method", ["eagle3", "draft_model", "ngram"])
+@pytest.mark.parametrize(
+    ("method", "temperature"),
+    pairs(["eagle3", "draft_model", "ngram"], [0.0, 1.0], {("eagle3", 1.0), ("draft_model", 0.0), ("ngram", 1.0)}),
+)
 def test_preempted_requests_go_on_where_they_were(method: str, temperature: float) -> None:
     asked = submits(temperature)
     with running(DYNAMIC, method, max_num_seqs=5, max_num_batched_tokens=160) as here:

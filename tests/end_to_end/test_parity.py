@@ -1,7 +1,7 @@
 """Real engines: greedy text equals transformers', and seeded text is the same with any speculation.
 
 There is one engine per (kind of speculation, target TP, draft TP); requests run alone and in batches. `--full` runs all
-50 bundled, held-out prompts instead of 6, and every kind with tensor parallelism.
+50 bundled, held-out prompts instead of 4, and every kind with tensor parallelism.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ ENGINES = {
     "static tree": bundled(STATIC),
     "dynamic tree": bundled(DYNAMIC),
     "dynamic tree of a draft model": bundled(DYNAMIC, method="draft_model"),
-    "no speculation, TP 2": bundled(tp=2),
     "dynamic tree, TP 2": bundled(DYNAMIC, tp=2),
     "dynamic tree of a draft model, TP 2, draft TP 2": bundled(DYNAMIC, method="draft_model", tp=2, draft_tp=2),
 }
+ALONE = [ENGINES["no speculation"], ENGINES["dynamic tree"], ENGINES["dynamic tree of a draft model"]]
 MORE_OF_A_KIND = {
+    "no speculation, TP 2": bundled(tp=2),
     "chain, TP 2": bundled(CHAIN, tp=2),
     "static tree, TP 2": bundled(STATIC, tp=2),
     "chain, TP 2, draft TP 2": bundled(CHAIN, tp=2, draft_tp=2),
@@ -56,15 +57,15 @@ def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
 
 @pytest.fixture(params=[1, 8])
 def concurrency(request: pytest.FixtureRequest, runner: Runner) -> int:
-    """How many requests run at a time: one or eight, and split models run one at a time with `--full` alone."""
-    if request.param == 1 and runner.config.tensor_parallel_size > 1 and not request.config.getoption("--full"):
+    """How many requests run at a time: one or eight. Only the engines of ALONE run one at a time without `--full`."""
+    if request.param == 1 and runner.config not in ALONE and not request.config.getoption("--full"):
         pytest.skip("a batch has shown it: --full")
     return request.param
 
 
 @pytest.fixture(scope="module")
 def some_prompts(request: pytest.FixtureRequest) -> list[list[int]]:
-    return prompts(50 if request.config.getoption("--full") else 6)
+    return prompts(50 if request.config.getoption("--full") else 4)
 
 
 @pytest.fixture(scope="module")

@@ -57,13 +57,8 @@ KINDS = {
     ),
     "not drafted for": Asked(params=SamplingSettings(seed=8), more={"speculation": Speculation(enabled=False)}),
 }
-SHAPES = [
-    (None, "chain"),
-    pytest.param("eagle3", "chain", marks=pytest.mark.full),
-    pytest.param("eagle3", "static", marks=pytest.mark.full),
-    ("eagle3", "dynamic"),
-    ("draft_model", "static"),
-]
+MORE_SHAPES = [("eagle3", "chain"), ("eagle3", "static")]
+SHAPES = [(None, "chain"), ("eagle3", "dynamic"), ("draft_model", "static"), *MORE_SHAPES]
 
 
 def bench_of(method: Any, tree: str, **settings: Any) -> Bench:
@@ -98,9 +93,20 @@ def preempt_all(bench: Bench) -> None:
 # ---- one request
 
 
-@pytest.mark.parametrize("is_cached", [False, True], ids=["computed again", "cached"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("method", "tree"), SHAPES)
+def _full(is_full: bool) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.full] if is_full else []
+
+
+CELLS = [
+    pytest.param(*shape, kind, is_cached, marks=_full(shape in MORE_SHAPES or (row + column + is_cached) % 2 > 0))
+    for row, shape in enumerate(SHAPES)
+    for column, kind in enumerate(KINDS)
+    for is_cached in (False, True)
+]
+"""Every shape and kind with and without the cache, which alternate without `--full`."""
+
+
+@pytest.mark.parametrize(("method", "tree", "kind", "is_cached"), CELLS)
 def test_a_preemption_before_any_step_changes_no_token_no_tree_and_no_logprob(method, tree, kind, is_cached):
     asked = KINDS[kind]
     with bench_of(method, tree, enable_prefix_caching=is_cached) as bench:
@@ -116,7 +122,10 @@ def test_a_preemption_before_any_step_changes_no_token_no_tree_and_no_logprob(me
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("method", "tree"), SHAPES)
+@pytest.mark.parametrize(
+    ("method", "tree"),
+    [pytest.param(*shape, marks=_full(shape in MORE_SHAPES)) for shape in SHAPES],
+)
 def test_a_request_preempted_after_every_token_has_the_same_output(method, tree, kind):
     with bench_of(method, tree) as bench:
         undisturbed = alone(bench, KINDS[kind])
@@ -163,7 +172,7 @@ def test_a_preempted_request_precedes_waiting_ones():
 
 
 @pytest.mark.parametrize("is_preempted", [False, True], ids=["running", "preempted"])
-@pytest.mark.parametrize(("method", "tree"), [SHAPES[0], SHAPES[3], SHAPES[4]])
+@pytest.mark.parametrize(("method", "tree"), SHAPES[:3])
 def test_an_abort_at_any_step_frees_its_pages_and_affects_no_other(method, tree, is_preempted):
     other = replace(KINDS["coupled"], prompt=[4, 4])
     with bench_of(method, tree) as bench:

@@ -51,8 +51,7 @@ def count(trees: list[SpeculativeTree], *statuses: str) -> int:
     return sum(node.status in statuses for tree in trees for node in tree.nodes)
 
 
-@pytest.mark.parametrize("temperature", [0, 1.0])
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("how", "temperature"), [("auto", 0), *((how, 1.0) for how in HOW)])
 def test_trees_agree_with_the_statistics_and_change_no_answer(client: Client, how: str, temperature: float) -> None:
     plain = ask(client, how, temperature=temperature)
     seen = ask(client, how, temperature=temperature, return_speculative_trees=True)

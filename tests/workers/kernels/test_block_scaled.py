@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -54,19 +55,18 @@ def test_every_float8_value_is_rounded_as_when_it_is_dequantized(dtype: torch.dt
         assert torch.equal(fused.block_scaled_linear(identity[:num_rows], weight, None).cpu(), exact.t()[:num_rows])
 
 
+ROWS = (0, 1, 16, 17, 33, 64, 65, 150)
+SHAPES = [(64, 128, 128), (1, 32, 32), (130, 200, 128), (97, 90, 64), (65, 384, 256), (70, 2304, 128), (33, 3089, 128)]
+"""Outputs, inputs and the inputs of a block."""
+
+
 @both
-@halves
-@pytest.mark.parametrize("num_rows", [0, 1, 16, 17, 33, 64, 65, 150])
 @pytest.mark.parametrize(
-    ("num_outputs", "num_inputs", "block"),
+    ("dtype", "num_rows", "num_outputs", "num_inputs", "block"),
     [
-        (64, 128, 128),
-        (1, 32, 32),
-        (130, 200, 128),
-        (97, 90, 64),
-        (65, 384, 256),
-        pytest.param(70, 2304, 128, marks=pytest.mark.slow),
-        pytest.param(33, 3089, 128, marks=pytest.mark.slow),
+        pytest.param(dtype, num_rows, *shape, marks=[pytest.mark.slow] if shape[1] > 2000 else [])
+        for (i, num_rows), (k, shape) in product(enumerate(ROWS), enumerate(SHAPES))
+        for dtype in ((torch.bfloat16, torch.float16)[(i + k) % 2],)  # each with every number of rows and every shape
     ],
 )
 def test_a_product_equals_that_with_the_dequantized_weight(
