@@ -180,7 +180,7 @@ def test_the_static_tree_assumes_falling_acceptance() -> None:
 def test_a_quick_comparison_on_a_cost_scaled_target(tmp_path, capsys) -> None:
     flags = ["--device", "cpu", "--target-cost", "256x9", "--output", str(tmp_path)]
     names = ("off", "dynamic", "auto", "generate", "assisted")
-    few = {"contestants": names, "batches": (1, 2), "temperatures": (0.0,), "max_tokens": 24, "rounds": 2}
+    few = {"contestants": names, "batches": (1, 2), "temperatures": (0.0,), "max_tokens": 16, "rounds": 2}
     assert run(SpeedPlan, speed.measure, few, "--quick", *flags) == 0
     [file] = tmp_path.glob("*-speed-256x9.json")
     result = json.loads(file.read_text())

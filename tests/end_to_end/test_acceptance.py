@@ -12,7 +12,7 @@ def acceptance_length(runner: Runner, num_tokens: int | None = None) -> float:
     """Return the greedy acceptance length, 1 + accepted / drafts, over held-out prompts."""
     jobs = [
         GenerationJob(prompt=prompt, speculation=Speculation(num_speculative_tokens=num_tokens))
-        for prompt in prompts(25)
+        for prompt in prompts(12)
     ]
     stats = [answer.stats for answer in runner.run(jobs, concurrency=4)]
     return 1 + sum(s.num_accepted_tokens for s in stats) / sum(s.num_drafts for s in stats)

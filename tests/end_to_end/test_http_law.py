@@ -15,7 +15,7 @@ from secateur.config import EngineArgs
 from tests.support.engines import BUNDLED
 
 PROMPT = "def get"
-TOP_K, LENGTH, SAMPLES, TEMPERATURE = 3, 3, 1200, 1.0
+TOP_K, LENGTH, SAMPLES, TEMPERATURE = 3, 3, 800, 1.0
 MIN_EXPECTED = 8
 """Outcomes expected less often than this are pooled, as the chi-square approximation asks."""
 

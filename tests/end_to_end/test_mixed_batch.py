@@ -51,7 +51,7 @@ FEW = ("dynamic", "n-gram", "dynamic, TP 2")
 def test_requests_in_a_mixed_batch_get_what_they_get_alone(engine):
     texts = prompts(len(KINDS))
     jobs = [
-        GenerationJob(prompt=prompt[: 60 + 10 * i], max_tokens=32, sampling=sampling, speculation=speculation)
+        GenerationJob(prompt=prompt[: 60 + 10 * i], max_tokens=24, sampling=sampling, speculation=speculation)
         for i, (prompt, (sampling, speculation)) in enumerate(zip(texts, KINDS.values(), strict=False))
     ]
     with Runner(ENGINES[engine]()) as runner:

@@ -27,9 +27,9 @@ from workers.models.draft_methods import read_specs
 from workers.settings import SamplingSettings
 from workers.types import DraftReply, TargetStep
 
-NUM_REQUESTS, NUM_TOKENS = 6, 48
+NUM_REQUESTS, NUM_TOKENS = 6, 32
 MOST_LATE_S, STALL_S = 0.05, 2.0
-STALLED = 9
+STALLED = 6
 """The reply before which the drafter stalls."""
 
 

@@ -188,7 +188,7 @@ class Replanning:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_engines_emit_the_same_tokens_and_gain_as_much(temperature: float) -> None:
     """The bundled pair; all trees grow at once in the same buffers. Levels cost nothing on either clock."""
-    work: dict[str, Any] = dict(batch=3, temperature=temperature, num_prompts=24, num_tokens=48)
+    work: dict[str, Any] = dict(batch=3, temperature=temperature, num_prompts=12, num_tokens=32)
     clock_costs = ClockCosts(fixed=100, row=0.5, message=2, fed=0.1, level=0, node=0)
     with bench(clock_costs) as plain:
         expected = plain.run(AUTO, **work)

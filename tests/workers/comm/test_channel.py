@@ -289,9 +289,9 @@ def test_a_start_up_has_a_timeout_of_its_own():
 
 @pytest.mark.slow
 def test_a_silent_verifier_is_lost_after_the_idle_timeout():
-    said = next(in_processes(wait_for_a_silent_verifier, config(step_timeout_s=1.0)))
+    said = next(in_processes(wait_for_a_silent_verifier, config(step_timeout_s=0.4)))
     assert said[0] == 1
-    assert said[1].startswith("drafter 0 lost verifier 0 before the first step: it was silent for 10 s"), said[1]
+    assert said[1].startswith("drafter 0 lost verifier 0 before the first step: it was silent for 4 s"), said[1]
 
 
 def test_a_killed_verifier_is_noticed_by_its_peer():
