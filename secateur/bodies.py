@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
@@ -30,6 +30,7 @@ def wrong(field: str, message: str) -> ConfigError:
     return ConfigError(Problem(field, message))
 
 
+_MOST_LISTED = 20
 # param -> (values that change nothing, why others are refused). None always changes nothing.
 _OBSOLETE = 'is obsolete; write structured_outputs={{"{}": ...}}'
 _TOOLS = "belongs to chats; remove it"
@@ -128,6 +129,13 @@ def told(message: str) -> WrapValidator:
             raise ValueError(message) from None
 
     return WrapValidator(checked)
+
+
+def listed(items: Iterable[str]) -> str:
+    """Join the first items with commas and add how many more there are, for error messages."""
+    all_items = list(items)
+    shown = [*all_items[:_MOST_LISTED], *([f"and {more} more"] if (more := len(all_items) - _MOST_LISTED) > 0 else [])]
+    return ", ".join(shown)
 
 
 Metadata = Annotated[

@@ -22,15 +22,8 @@ from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
 from secateur.install import service_part
 from secateur.outputs import RequestOutput
-from secateur.requests import (
-    DEFAULT_COMPLETION_TOKENS,
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationOptions,
-    NumLogprobs,
-    NumTokens,
-    SamplingRequest,
-)
+from secateur.requests import DEFAULT_COMPLETION_TOKENS, ChatCompletionRequest, CompletionRequest, SamplingRequest
+from secateur.sampling import GenerationOptions, NumLogprobs, NumTokens
 from secateur.schema import problems_of
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

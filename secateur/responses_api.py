@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from secateur.bodies import Body, Metadata, Unsupported, UnsupportedContent, placeholder, told, wrong
-from secateur.requests import MAX_ITEMS, NumLogprobs, NumTokens, SamplingOptions, left_out
+from secateur.requests import MAX_ITEMS, left_out
 from secateur.responses import FunctionCall, Listed, Nullable, ObjectList, Response, TokenLogprob, new_id
+from secateur.sampling import NumLogprobs, NumTokens, SamplingOptions
 from secateur.tools import CALLED_TYPES, MAX_TOOLS
 
 MAX_ID_CHARS = 256

@@ -13,7 +13,8 @@ from typing import Literal
 
 from cluster.copying import copied
 from cluster.errors import BadRequest
-from secateur.requests import ChatCompletionRequest, SamplingRequest, listed
+from secateur.bodies import listed
+from secateur.requests import ChatCompletionRequest, SamplingRequest
 from secateur.speculative import Speculative
 from workers.comm.ipc import Speculation, Submit
 from workers.config import EngineConfig, TreeRules

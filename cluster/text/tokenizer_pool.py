@@ -296,7 +296,8 @@ class TokenizerPool:
         return task
 
     async def _add_worker(self, parent: TokenizerForkServer) -> None:
-        with contextlib.suppress(OSError, ForkServerDown):  # the fork server has died; the next one forks its own workers
+        # After the fork server has died, the next one forks its own workers.
+        with contextlib.suppress(OSError, ForkServerDown):
             self._idle.put_nowait(await _Worker.forked(parent))
 
     async def _watch(self) -> None:

@@ -15,7 +15,7 @@ from cluster.local_service import local_service
 from secateur import Client
 from secateur.config import EngineArgs
 from secateur.errors import APIError, BadRequestError
-from secateur.requests import AnswerFormat
+from secateur.sampling import AnswerFormat
 
 pytestmark = pytest.mark.slow
 
