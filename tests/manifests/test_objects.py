@@ -23,103 +23,38 @@ import yaml
 from secateur.config import AppArgs
 from secateur.errors import ConfigError
 from tests.support.manifests import (
+    APPLIED,
+    KUBERNETES,
+    KUSTOMIZATIONS,
     MANIFESTS,
     OVERLAYS,
+    RAY_POD,
+    RAY_STOP_S,
     ROOT,
+    SERVE_PORT,
     application,
+    claims,
+    containers,
+    deployment,
+    documents,
+    engine_args,
+    head,
     needs_kubectl,
+    objects,
+    pinned_ray,
+    pod_specs,
+    ports,
+    quantity,
+    ray_container,
     render,
+    selects,
     serve_config,
     service_of,
+    short,
+    worker_group,
 )
 
 pytestmark = needs_kubectl
-
-KUSTOMIZATIONS = sorted(path.parent for path in MANIFESTS.rglob("kustomization.yaml"))
-APPLIED = [*OVERLAYS, *(MANIFESTS / name for name in ("batch", "httproute", "monitoring"))]
-SERVE_PORT = 8000
-KUBERNETES = "1.34"
-RAY_STOP_S = 20
-"""It kills after 16 s what has not ended by itself."""
-CLOSED_PORTS = {6379, 8265, 10001}  # GCS, dashboard and jobs, Ray client: whoever reaches them runs code
-SECRET_NAME = re.compile(r"KEY|TOKEN|PASSWORD|SECRET")
-
-
-def short(path: Path) -> str:
-    return str(path.relative_to(MANIFESTS))
-
-
-def documents(path: Path) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(path.read_text()))
-
-
-def objects(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [document for document in render(folder) if document["kind"] == kind]
-
-
-def engine_args(service: dict[str, Any]) -> Any:
-    return AppArgs.load(application(service)["args"]).engine_args()
-
-
-def deployment(service: dict[str, Any]) -> dict[str, Any]:
-    """Return the deployment settings outside `args`, whose changes restart no replica."""
-    [only] = application(service)["deployments"]
-    return only
-
-
-def head(service: dict[str, Any]) -> dict[str, Any]:
-    return service["spec"]["rayClusterConfig"]["headGroupSpec"]
-
-
-def worker_group(service: dict[str, Any]) -> dict[str, Any]:
-    [only] = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    return only
-
-
-def pod_specs(document: dict[str, Any]) -> list[dict[str, Any]]:
-    match document["kind"]:
-        case "RayService":
-            return [group["template"]["spec"] for group in (head(document), worker_group(document))]
-        case "Job" | "StatefulSet":
-            return [document["spec"]["template"]["spec"]]
-        case _:
-            return []
-
-
-def containers(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    return [*spec.get("initContainers", []), *spec["containers"]]
-
-
-def ray_container(group: dict[str, Any]) -> dict[str, Any]:
-    return group["template"]["spec"]["containers"][0]
-
-
-def ports(container: dict[str, Any]) -> dict[str, int]:
-    return {port["name"]: port["containerPort"] for port in container["ports"]}
-
-
-def quantity(text: str) -> float:
-    """Parse a Kubernetes quantity: '250m' -> 0.25, '5Gi' -> 5 * 2**30."""
-    units = {"m": 1e-3, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-    number, unit = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", text).groups()
-    return float(number) * (units[unit] if unit else 1)
-
-
-def pinned_ray() -> str:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    [version] = [found[1] for line in extras["serve"] if (found := re.fullmatch(r"ray\[serve\]==(.+)", line))]
-    return version
-
-
-@pytest.fixture(params=OVERLAYS, ids=lambda path: path.name)
-def overlay(request: pytest.FixtureRequest) -> Path:
-    return request.param
-
-
-@pytest.fixture
-def service(overlay: Path) -> dict[str, Any]:
-    return service_of(overlay)
-
 
 # Files
 
@@ -453,159 +388,6 @@ def test_probes_are_left_to_kuberay_and_a_proxy_runs_where_they_look(service: di
 def test_an_upgrade_never_needs_the_resources_twice(service: dict[str, Any]) -> None:
     assert service["spec"]["upgradeStrategy"] == {"type": "None"}
     assert "upgradeStrategy" not in service["spec"]["rayClusterConfig"]
-
-
-# Safety
-
-
-def test_the_ray_cluster_asks_for_a_token_which_its_version_knows(service: dict[str, Any]) -> None:
-    from ray._raylet import AuthenticationMode  # type: ignore[attr-defined]  # compiled
-
-    mode = service["spec"]["rayClusterConfig"]["authOptions"]["mode"]
-    assert mode == "token" and hasattr(AuthenticationMode, mode.upper())
-
-
-@pytest.mark.parametrize("folder", APPLIED, ids=short)
-def test_secrets_are_only_referred_to(folder: Path) -> None:
-    for document in render(folder):
-        assert document["kind"] != "Secret"
-        for variable in (v for spec in pod_specs(document) for c in containers(spec) for v in c.get("env", [])):
-            if SECRET_NAME.search(variable["name"]):
-                assert "value" not in variable
-                assert {"name", "key"} <= set(variable["valueFrom"]["secretKeyRef"]) <= {"name", "key", "optional"}
-
-
-def test_the_service_reads_its_keys_from_a_mounted_secret(service: dict[str, Any]) -> None:
-    """Without keys the service would answer everyone."""
-    file = Path(engine_args(service).api_key_file)
-    [mount] = [m for m in ray_container(worker_group(service))["volumeMounts"] if Path(m["mountPath"]) == file.parent]
-    assert mount["readOnly"] is True and "subPath" not in mount, "Kubernetes never updates a file mounted by subPath"
-    volumes = {volume["name"]: volume for volume in worker_group(service)["template"]["spec"]["volumes"]}
-    secret = volumes[mount["name"]]["secret"]["secretName"]
-    assert f"secret generic {secret} --from-file={file.name}=" in (MANIFESTS / "README.md").read_text()
-
-
-@pytest.mark.parametrize("folder", APPLIED, ids=short)
-def test_no_container_may_gain_privileges(folder: Path) -> None:
-    for spec in (spec for document in render(folder) for spec in pod_specs(document)):
-        assert spec["securityContext"]["runAsNonRoot"] is True
-        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        for container in containers(spec):
-            assert container["securityContext"]["allowPrivilegeEscalation"] is False
-            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-
-
-def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    return selector.get("matchLabels", {}).items() <= labels.items()
-
-
-RAY_POD = {"ray.io/originated-from-cr-name": "secateur", "ray.io/node-type": "worker"}
-
-
-def ingress_rules(overlay: Path) -> list[dict[str, Any]]:
-    """Return the rules that say who may reach a Ray pod."""
-    policies = [policy["spec"] for policy in objects(overlay, "NetworkPolicy")]
-    mine = [policy for policy in policies if selects(policy["podSelector"], RAY_POD)]
-    assert any("Ingress" in policy["policyTypes"] for policy in mine)
-    return [rule for policy in mine for rule in policy.get("ingress", [])]
-
-
-def test_only_the_http_port_is_open_to_everyone(overlay: Path) -> None:
-    rules = ingress_rules(overlay)
-    assert [{port["port"] for port in rule["ports"]} for rule in rules if "from" not in rule] == [{SERVE_PORT}]
-    operator = [rule for rule in rules if "kuberay-operator" in json.dumps(rule)]
-    assert [{port["port"] for port in rule["ports"]} for rule in operator] == [{8265, SERVE_PORT}]
-    for rule in rules:
-        if CLOSED_PORTS & {port["port"] for port in rule.get("ports", [])}:
-            assert all(set(peer) == {"namespaceSelector", "podSelector"} for peer in rule["from"])
-
-
-def test_every_pod_is_under_a_policy_for_both_directions(overlay: Path) -> None:
-    pods = [RAY_POD, *(d["spec"]["template"]["metadata"]["labels"] for kind in ("Job", "StatefulSet")
-                       for d in objects(overlay, kind))]  # fmt: skip
-    policies = [policy["spec"] for policy in objects(overlay, "NetworkPolicy")]
-    for labels in pods:
-        mine = [policy for policy in policies if selects(policy["podSelector"], labels)]
-        types = {kind for policy in mine for kind in policy["policyTypes"]}
-        assert types == {"Ingress", "Egress"}
-
-
-@pytest.mark.parametrize("folder", APPLIED, ids=short)
-def test_no_pod_has_a_token_of_kubernetes(folder: Path) -> None:
-    assert all(spec["automountServiceAccountToken"] is False for d in render(folder) for spec in pod_specs(d))
-
-
-def test_only_the_download_reaches_the_internet(overlay: Path) -> None:
-    for policy in objects(overlay, "NetworkPolicy"):
-        everywhere = [rule for rule in policy["spec"].get("egress", []) if "to" not in rule]
-        reached = {port["port"] for rule in everywhere for port in rule["ports"]}
-        assert reached <= ({53, 443} if policy["metadata"]["name"] == "secateur-models" else {53})
-
-
-def test_budgets_select_the_pods_of_the_service(service: dict[str, Any], overlay: Path) -> None:
-    selectors = [budget["spec"]["selector"]["matchLabels"] for budget in objects(overlay, "PodDisruptionBudget")]
-    assert {s["ray.io/originated-from-cr-name"] for s in selectors} == {service["metadata"]["name"]}
-    assert [s["ray.io/node-type"] for s in selectors] == ["head", "worker"]
-
-
-def pod_monitor() -> dict[str, Any]:
-    [only] = documents(MANIFESTS / "monitoring" / "podmonitor.yaml")
-    return only["spec"]
-
-
-def scraped(endpoint: dict[str, Any], service: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the groups whose pods an endpoint keeps after relabeling."""
-    groups = {"head": head(service), "worker": worker_group(service)}
-    label = "__meta_kubernetes_pod_label_ray_io_node_type"
-    keep = [r["regex"] for r in endpoint["relabelings"] if (r["action"], r["sourceLabels"]) == ("keep", [label])]
-    return [group for name, group in groups.items() if all(re.fullmatch(regex, name) for regex in keep)]
-
-
-def test_the_pod_monitor_finds_the_pods_and_every_port(service: dict[str, Any]) -> None:
-    """An undeclared port name is not an error, but Prometheus would find no target."""
-    assert pod_monitor()["selector"]["matchLabels"]["ray.io/originated-from-cr-name"] == service["metadata"]["name"]
-    for endpoint in pod_monitor()["podMetricsEndpoints"]:
-        groups = scraped(endpoint, service)
-        assert groups
-        assert all(endpoint["port"] in ports(ray_container(group)) for group in groups)
-
-
-def test_our_metrics_are_collected_where_a_replica_runs(service: dict[str, Any]) -> None:
-    [ours] = [endpoint for endpoint in pod_monitor()["podMetricsEndpoints"] if endpoint.get("path") == "/metrics"]
-    assert scraped(ours, service) == [worker_group(service)]
-    assert ports(ray_container(worker_group(service)))[ours["port"]] == SERVE_PORT
-
-
-def test_prometheus_may_reach_every_port_it_scrapes(service: dict[str, Any], overlay: Path) -> None:
-    rules = [rule for rule in ingress_rules(overlay) if '"monitoring"' in json.dumps(rule)]
-    [allowed] = [{port["port"] for port in rule["ports"]} for rule in rules]
-    assert allowed == {
-        ports(ray_container(group))[endpoint["port"]]
-        for endpoint in pod_monitor()["podMetricsEndpoints"]
-        for group in scraped(endpoint, service)
-    }
-
-
-def claims(folder: Path) -> set[str]:
-    return {claim["metadata"]["name"] for claim in objects(folder, "PersistentVolumeClaim")}
-
-
-@pytest.mark.parametrize("folder", APPLIED, ids=short)
-def test_every_mounted_volume_claim_and_config_map_exists(folder: Path) -> None:
-    maps = {document["metadata"]["name"]: document["data"] for document in objects(folder, "ConfigMap")}
-    for document in render(folder):
-        templates = document["spec"].get("volumeClaimTemplates", []) if "spec" in document else []
-        for spec in pod_specs(document):
-            volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
-            mounts = {mount["name"] for c in containers(spec) for mount in c.get("volumeMounts", [])}
-            assert mounts == set(volumes) | {template["metadata"]["name"] for template in templates}
-            named = [volume["persistentVolumeClaim"]["claimName"] for volume in volumes.values()
-                     if "persistentVolumeClaim" in volume]  # fmt: skip
-            assert set(named) <= claims(folder)
-            assert {volume["configMap"]["name"] for volume in volumes.values() if "configMap" in volume} <= set(maps)
-            for variable in (v for c in containers(spec) for v in c.get("env", [])):
-                if reference := variable.get("valueFrom", {}).get("configMapKeyRef"):
-                    assert reference["key"] in maps[reference["name"]]
 
 
 # The model cache
