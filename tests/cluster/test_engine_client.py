@@ -19,6 +19,7 @@ from workers.comm.ipc import (
     DrafterLost,
     EngineStats,
     FrameSocket,
+    FrontGone,
     Ready,
     StepOutput,
     Submit,
@@ -323,3 +324,79 @@ async def test_a_request_that_fails_is_not_in_the_average_time(tmp_path: Path, c
     assert client.service_s == 0
     engine.close()
     await client.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("udp:127.0.0.1:0", "engine address 'udp:127.0.0.1:0': write unix:/path or tcp:host:port"),
+        (f"unix:/{'a' * 107}", "is longer than 107 bytes; use a shorter temporary folder"),
+    ],
+)
+async def test_an_address_that_no_engine_can_connect_to_is_refused(address: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        await EngineClient().listen(address)
+
+
+READY = Ready(topology=[], max_model_len=9, vocab_size=9, num_pages=9)
+
+
+async def test_a_second_engine_is_turned_away(tmp_path: Path) -> None:
+    client = EngineClient(cause_wait_s=0.0)
+    engine = await connected(client, f"unix:{tmp_path}/socket")
+    second = FrameSocket(await asyncio.to_thread(connect, client.address))
+    with pytest.raises(FrontGone):
+        await asyncio.to_thread(second.poll, 60.0)
+    engine.send(READY)
+    assert await client.wait_ready(60) == READY
+    assert client.health() == (True, "")
+    engine.close()
+    second.close()
+    await client.close()
+
+
+async def test_health_names_what_is_amiss_in_one_line(tmp_path: Path) -> None:
+    client = EngineClient()
+    assert client.health() == (False, "the engine is starting")
+    with pytest.raises(EngineDead, match="not connected yet"):
+        await collect(client, Submit(id=1, prompt=[1], max_tokens=10))
+    engine = await connected(client, f"unix:{tmp_path}/socket")
+    engine.send(READY)
+    await client.wait_ready(60)
+    engine.send(DrafterLost(reason="drafter 0 was killed\nat line 3", link="tcp:127.0.0.1:1"))
+    await until(lambda: client.drafter_lost is not None)
+    assert client.health() == (True, "drafter 0 was killed; requests are answered without drafts")
+    engine.send(StepOutput(chunks=[], stats=EngineStats(has_drafter=True)))
+    await until(lambda: client.drafter_lost is None)
+    assert client.health() == (True, "")
+    waiting = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
+    await asyncio.sleep(0)
+    client.interrupt("verifier 0 was killed\nat line 3")
+    assert client.health() == (True, "requests wait for a new engine: verifier 0 was killed")
+    for reason in ("no engine starts", "the second reason is not told"):
+        client.fail(reason)
+        client.interrupt(reason)
+    assert client.health() == (False, "no engine starts") and client.dead == "no engine starts"
+    with pytest.raises(EngineDead, match="no engine starts"):
+        await waiting
+    engine.close()
+    await client.close()
+    assert client.dead == "no engine starts"
+
+
+def test_requests_of_the_same_priority_or_a_lower_number_come_first(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        fake.hold.set()
+        waiting = [
+            asyncio.create_task(collect(client, Submit(id=id, prompt=[1], max_tokens=10, priority=priority)))
+            for id, priority in ((1, 0), (2, 5))
+        ]
+        await asyncio.sleep(0)
+        with client.places(1):
+            assert [client.num_before(priority) for priority in (-1, 0, 4, 5)] == [1, 2, 2, 3]
+        await client.close()
+        for request in waiting:
+            with pytest.raises(EngineDead, match="the service is shutting down"):
+                await request
+
+    with_fake(tmp_path, body)
