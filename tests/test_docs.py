@@ -237,7 +237,7 @@ def text_of(name: str) -> str:
     [
         (
             r"\(?(\d+) MB\)? (?:holds SmolLM2|to download)|SmolLM2, (\d+) MB",
-            ["README.md", "docs/guides/serving.md", "Makefile"],
+            ["README.md", "docs/guides/models.md", "Makefile"],
         ),
         (r"every test that needs no GPU, about (half an hour|\d+ minutes)", ["README.md", "CONTRIBUTING.md"]),
         (r"start no (?:engine and no )?process,? \(?([^)]*?minutes|[^)]*?seconds)", ["CONTRIBUTING.md", "Makefile"]),
@@ -259,7 +259,7 @@ def test_what_auto_gains_and_loses_is_that_of_the_table() -> None:
 def test_the_default_drafter_of_smollm2_is_the_one_that_documents_name() -> None:
     spec = EngineArgs.load({"model": "smollm2"}).speculative_config
     assert spec is not None
-    for name in ("CHANGELOG.md", "docs/guides/serving.md"):
+    for name in ("CHANGELOG.md", "docs/guides/models.md"):
         assert re.search(rf"head `{spec.model}` drafts for (?:`smollm2`|this model)", text_of(name)), name
     assert "n-gram lookup drafts for `smollm2`" not in text_of("CHANGELOG.md")
 
