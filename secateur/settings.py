@@ -153,7 +153,7 @@ class EngineSettings(Settings):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Flag(
-            "",
+            "Type of weights and activations",
             MODEL,
             default="auto: float32 on CPU, the checkpoint's on CUDA",
             vllm_values={"half": "float16", "float": "float32"},
@@ -169,11 +169,11 @@ class EngineSettings(Settings):
     ] = "auto"
     """It is the same for target and drafter, and the scale is 1. On CUDA the Triton kernels then need compute
     capability 8.9 or higher."""
-    device: Annotated[Literal["auto", "cpu", "cuda"], Flag("", MODEL)] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Flag("Where models run", MODEL)] = "auto"
     kernels: Annotated[
         Literal["auto", "torch", "triton"],
         Flag(
-            "",
+            "Implementation of attention and other operations",
             MODEL,
             default="auto: triton on CUDA, torch on CPU",
             vllm_names=("attention-backend", "attention-config", "moe-backend"),
@@ -223,7 +223,7 @@ class EngineSettings(Settings):
     hang_timeout: Annotated[
         float,
         Bounds(ge=0.0, le=3600.0),
-        Flag("Seconds after which a rank that does not get on is replaced; 0 = never", LIMITS),
+        Flag("Seconds after which a rank that makes no progress is replaced; 0 = never", LIMITS),
     ] = 10.0
     """A rank is replaced that shows no sign of life, or no progress of a step. On GPUs one forward pass must take
     less."""
@@ -233,7 +233,7 @@ class EngineSettings(Settings):
         Flag("Seconds in which an engine must load its weights, compile and capture CUDA graphs", LIMITS),
     ] = 3600.0
     standby: Annotated[
-        bool, Flag("Keep a process from which lost ranks are forked, and so are back in seconds", LIMITS)
+        bool, Flag("Keep a process from which lost ranks are forked, so that they are back in seconds", LIMITS)
     ] = True
 
     seed: Annotated[int | None, Flag("Seed for requests that do not set one", SERVING)] = None
@@ -241,7 +241,7 @@ class EngineSettings(Settings):
     served_model_name: Annotated[
         ModelName | Annotated[list[ModelName], Bounds(min_length=1)] | None,
         Flag(
-            "The name that clients use, or several, of which answers have the first",
+            "The name that clients use, or several names; answers carry the first one",
             SERVING,
             metavar="NAME ...",
             default="the model's",
@@ -288,8 +288,8 @@ class EngineSettings(Settings):
     allowed_origins: Annotated[
         list[str],
         Flag(
-            "Let scripts of pages from here use the service, e.g. https://app.example; '*' is all. Repeat the flag, "
-            "or write a JSON list",
+            "Let scripts of pages from this origin use the service, e.g. https://app.example; '*' is all. Write "
+            "several with spaces or commas, or as a JSON list",
             SERVING,
             metavar="ORIGIN",
             default="none",
@@ -339,7 +339,7 @@ class EngineSettings(Settings):
     unsupported_content: Annotated[
         Literal["error", "placeholder"],
         Flag(
-            "What becomes of images and other parts of messages that are no text, unless a request says otherwise: "
+            "What becomes of images and other parts of messages that are not text, unless a request says otherwise: "
             "error, or placeholder, a text that says so",
             SERVING,
             metavar="KIND",

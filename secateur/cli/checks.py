@@ -40,7 +40,7 @@ def checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
 
 
 def check_none_given(engine: dict[str, Any]) -> None:
-    """Raise ConfigError if engine flags are given beside --base-url, where they have no effect."""
+    """Raise ConfigError if engine flags are given with --base-url, where they have no effect."""
     if given := sorted({name.removesuffix("_keys") for name, value in engine.items() if value is not None}):
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ConfigError(f"{flags}: for a service started here, which --base-url replaces; remove one of them")
