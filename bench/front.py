@@ -1,0 +1,222 @@
+"""Measures what a chunk costs the HTTP front, from the engine's frame to the client's socket.
+
+    python -m bench.front [--streams 1 16 64 256] [--chunks 200] [--per-second 640] [--output DIR]
+
+The front is a process of its own, and the engine is played by this one: each of its frames has a token of every stream.
+A third process reads the streams, which are chats. Two loads for each number of streams:
+
+- paced: `--per-second` chunks, and at most 50 frames, a second;
+- full: the next frame as soon as the socket takes it.
+
+The processor time is the front's. A gap is the time between two reads of one stream, the latency that from a frame to
+its event at the client, where the load is paced and there is one stream. As in a replica, the event loop is uvloop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from statistics import quantiles
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from bench.harness import command, parser
+from cluster.bench.report import reporting
+from cluster.convert import read_engine, with_tokenizer
+from cluster.engine.engine_client import EngineClient
+from cluster.http.limits import LimitedProtocol
+from cluster.http.server import create_app
+from cluster.local_service import build_service
+from cluster.system.listening import listening_socket
+from cluster.text.tokenizer_pool import TokenizerPool
+from secateur.cli.bench import say
+from secateur.config import EngineArgs
+from workers.comm.ipc import (
+    EngineStats,
+    FrameDecoder,
+    Ready,
+    RequestStats,
+    StepOutput,
+    Submit,
+    TokenChunk,
+    connect,
+    encode,
+)
+
+MAX_FRAMES_PER_S = 50.0
+TEXT = "def read_lines(path):\n    with open(path) as file:\n        return [line.rstrip() for line in file]\n"
+"""Its tokens are the answers."""
+STATS = RequestStats(num_drafts=40, pruned_per_depth=[9, 8, 7], verified_per_depth=[40, 30], accepted_per_depth=[20, 9])
+
+
+async def front(engine_address: str) -> None:
+    """Serve the bundled model until SIGTERM; print the port and the answers' tokens."""
+    args = EngineArgs.load({"device": "cpu", "max_num_seqs": 512})
+    config, tokenizer = with_tokenizer(args, read_engine(args, num_gpus=0)[0])
+    client, pool = EngineClient(), TokenizerPool(tokenizer)
+    pool.begin()
+    await client.listen(engine_address)
+    await pool.ready()
+    app = create_app(build_service(args, config, client, tokenizer, pool, replica="bench"))
+    server = uvicorn.Server(uvicorn.Config(app, http=LimitedProtocol, log_level="warning", access_log=False))
+    with listening_socket("127.0.0.1", 0) as sock:
+        ids = tokenizer.encode(TEXT, add_special_tokens=False)
+        print(json.dumps({"port": sock.getsockname()[1], "tokens": ids}), flush=True)
+        await server.serve(sockets=[sock])
+    await pool.close()
+    await client.close()
+
+
+async def readers(port: int, num: int, max_tokens: int) -> None:
+    """Read `num` streams to their ends; print a line when all have begun, and, by stream, when how many events came."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": max_tokens, "stream": True}
+    data = json.dumps(body | {"ignore_eos": True}).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: "
+
+    waiting = set(range(num))
+
+    async def one(number: int) -> list[tuple[float, int]]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"{head}{len(data)}\r\n\r\n".encode() + data)
+        reads, tail = [], b""
+        while not tail.endswith(b"0\r\n\r\n"):
+            got = await reader.read(1 << 16)
+            if not got:
+                raise SystemExit(f"the stream ended with {tail!r}")
+            whole = tail + got
+            events = whole.count(b"\ndata: {") - tail.count(b"\ndata: {")
+            reads += [(time.monotonic(), events)] * bool(events)
+            if b'"content":"def' in whole and number in waiting:
+                waiting.remove(number)
+                if not waiting:
+                    print(flush=True)
+            tail = whole[-16:]
+        writer.close()
+        return reads
+
+    print(json.dumps(await asyncio.gather(*map(one, range(num)))))
+
+
+@contextmanager
+def child(*args: object) -> Iterator[subprocess.Popen[str]]:
+    """Run this module in another process."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench.front", *map(str, args)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+class Engine:
+    """The engine's end of the socket. It writes whole frames, and waits while the front does not read."""
+
+    def __init__(self, address: str, tokens: list[int]) -> None:
+        self._sock, self._tokens, self._decoder = connect(address), tokens, FrameDecoder()
+        self._sock.sendall(encode(Ready(topology=[], max_model_len=2048, vocab_size=2048, num_pages=8)))
+
+    def submitted(self, num: int) -> list[int]:
+        """Wait for that many requests and return their ids."""
+        ids: list[int] = []
+        while len(ids) < num:
+            ids += [each.id for each in self._decoder.feed(self._sock.recv(1 << 20)) if isinstance(each, Submit)]
+        return ids
+
+    def step(self, ids: list[int], number: int, *, is_last: bool) -> None:
+        """Send one frame with a token of each request."""
+        tokens, reason = [self._tokens[number % len(self._tokens)]], "length" if is_last else None
+        chunks = [TokenChunk(id=id, tokens=tokens, stats=STATS, finish_reason=reason) for id in ids]
+        self._sock.sendall(encode(StepOutput(chunks=chunks, stats=EngineStats(num_running=len(ids)))))
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor time that a process has used: the clock of clock_getcpuclockid(3)."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def measure(engine: Engine, served: subprocess.Popen[str], port: int, num: int, period_s: float, chunks: int) -> Any:
+    """Run `num` streams of that many chunks; period_s: between two frames."""
+    with child("--readers", port, num, chunks) as clients:
+        ids = engine.submitted(num)
+        engine.step(ids, 0, is_last=False)
+        assert clients.stdout is not None
+        clients.stdout.readline()
+        used_s, began, sent = cpu_s(served.pid), time.monotonic(), []
+        for number in range(1, chunks):
+            time.sleep(max(0.0, began + number * period_s - time.monotonic()))
+            sent.append(time.monotonic())
+            engine.step(ids, number, is_last=number == chunks - 1)
+        streams = json.loads(clients.stdout.read())
+        used_s = cpu_s(served.pid) - used_s
+    reads = [[(at, events) for at, events in stream if at > began] for stream in streams]
+    gaps = [1e3 * (after[0] - before[0]) for stream in reads for before, after in pairwise(stream)] or [0.0, 0.0]
+    total, events = num * (chunks - 1), sum(count for stream in reads for _, count in stream)
+    row = {
+        "streams": num,
+        "load": "paced" if period_s else "full",
+        "cpu_us_per_chunk": 1e6 * used_s / total,
+        "cpu_us_per_event": 1e6 * used_s / events,
+        "chunks_per_s": total / (max(stream[-1][0] for stream in reads) - began),
+        "events_per_chunk": events / total,
+        **{f"gap_p{share}_ms": quantiles(gaps, n=100)[share - 1] for share in (50, 99)},
+    }
+    if num == 1 and period_s and events == len(sent):
+        arrived = [at for at, events in reads[0] for _ in range(events)]
+        late = [1e3 * (at - since) for at, since in zip(arrived, sent, strict=True)]
+        row |= {f"latency_p{share}_ms": quantiles(late, n=100)[share - 1] for share in (50, 99)}
+    return row
+
+
+def run(args: Namespace) -> None:
+    """Measure, and print the table."""
+    with (
+        tempfile.TemporaryDirectory(prefix="f", dir="/tmp") as folder,
+        child("--front", f"unix:{folder}/e") as served,
+        reporting(args.output, "front", {"command": command()}, say) as report,
+    ):
+        assert served.stdout is not None
+        found = json.loads(served.stdout.readline())
+        engine = Engine(f"unix:{folder}/e", found["tokens"])
+        for num in args.streams:
+            period_s = max(num / args.per_second, 1 / MAX_FRAMES_PER_S)
+            for each in (period_s, 0.0):
+                row = measure(engine, served, found["port"], num, each, args.chunks)
+                say(str(row))
+                report.add("front", row)
+    print(report.markdown)
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
+    made.add_argument("--chunks", type=int, default=200, help="of each stream")
+    made.add_argument("--per-second", type=float, default=640.0, help="chunks, of a paced load")
+    made.add_argument("--front", help="be the front, for the engine at this address")
+    made.add_argument("--readers", type=int, nargs=3, help="be the clients: port, streams, chunks")
+    args = made.parse_args()
+    if args.front:
+        uvloop.run(front(args.front))
+    elif args.readers:
+        asyncio.run(readers(*args.readers))
+    else:
+        run(args)
+
+
+if __name__ == "__main__":
+    main()
