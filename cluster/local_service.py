@@ -25,10 +25,8 @@ from cluster.system.listening import base_url, listening_socket
 from cluster.system.progress import Progress
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tokenizer_pool import TokenizerPool
-from secateur.api_keys import check_api_keys
-from secateur.batch_dir import check_batch_dir
 from secateur.config import EngineArgs
-from secateur.tls import check_tls
+from secateur.local_files import check_files
 from workers.config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -93,12 +91,7 @@ def local_service(args: EngineArgs, *, shows_progress: bool = False) -> Iterator
     Raises ConfigError before anything starts, EngineDead if the engine does not start.
     """
     progress = Progress(is_shown=shows_progress)
-    if args.api_key_file:
-        check_api_keys(args.api_key_file)
-    if args.batch_dir:
-        check_batch_dir(args.batch_dir)
-    if args.ssl_certfile and args.ssl_keyfile:
-        check_tls(args.ssl_certfile, args.ssl_keyfile)
+    check_files(args)
     with listening_socket(args.host, args.port) as sock:  # first, because the rest takes seconds, or a download
         with progress.during("reading the model's configuration and tokenizer"):
             config, specs = read_engine(args, num_gpus=visible_gpus())

@@ -36,9 +36,8 @@ from cluster.serve.actors import warn_if_nice
 from cluster.serve.progress import report_stage
 from cluster.serve.ray_host import RayHost
 from cluster.text.tokenizer_pool import TokenizerPool
-from secateur.api_keys import check_api_keys
-from secateur.batch_dir import check_batch_dir
 from secateur.config import EngineArgs
+from secateur.local_files import check_files
 from secateur.logs import VARIABLE as LOG_LEVEL
 from workers.config import EngineConfig
 from workers.models.specs import Specs
@@ -67,10 +66,7 @@ class Replica:
         report_stage("reading the model's configuration and tokenizer")
         key = None if args.get("api_key_file") else os.environ.get("SECATEUR_API_KEY") or None
         self._args = EngineArgs.load({"api_key": key, **args})
-        if self._args.api_key_file:
-            check_api_keys(self._args.api_key_file)
-        if self._args.batch_dir:
-            check_batch_dir(self._args.batch_dir)
+        check_files(self._args)
         self._client = EngineClient()
         self._client.on_loss = self._engine_died
         self._cannot_tokenize_since = math.inf

@@ -14,10 +14,8 @@ if TYPE_CHECKING:  # pydantic takes longer to import than --help may take
 
 def checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
     """Return valid engine arguments whose local files exist. Raises ConfigError."""
-    from secateur.api_keys import check_api_keys
-    from secateur.batch_dir import check_batch_dir
     from secateur.config import resolve_model
-    from secateur.tls import check_tls
+    from secateur.local_files import check_files
 
     flags = {**flags, **{key: value for key, value in more.items() if value is not None}}
     for name in ("api_key_file", "batch_dir", "ssl_certfile", "ssl_keyfile"):
@@ -26,13 +24,8 @@ def checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
     args = engine_args_from(flags)
     if flags.get("api_key") is None and args.api_key_file is None and (key := os.environ.get("SECATEUR_API_KEY")):
         args = args.model_copy(update={"api_key": key})
-    is_local = not os.environ.get("RAY_ADDRESS")  # on a cluster, the file is on another machine
-    if args.api_key_file is not None and is_local:
-        check_api_keys(args.api_key_file)
-    if args.batch_dir is not None and is_local:
-        check_batch_dir(args.batch_dir)
-    if args.ssl_certfile is not None and args.ssl_keyfile is not None and is_local:
-        check_tls(args.ssl_certfile, args.ssl_keyfile)
+    if not os.environ.get("RAY_ADDRESS"):  # on a cluster, the files are on another machine
+        check_files(args)
     resolve_model(args.model)
     if args.speculative_config is not None and args.speculative_config.model is not None:
         resolve_model(args.speculative_config.model)

@@ -10,7 +10,7 @@ import pytest
 from cluster.local_service import local_service
 from secateur.config import AppArgs, EngineArgs
 from secateur.errors import ConfigError
-from secateur.tls import check_tls
+from secateur.local_files import check_tls
 from tests.support.certificates import Pair, assert_speaks_tls_alone, self_signed
 
 
