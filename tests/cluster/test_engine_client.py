@@ -13,7 +13,7 @@ import pytest
 from cluster.engine import engine_client
 from cluster.engine.engine_client import DeadlyRequest, EngineClient
 from cluster.engine.rank_exits import EngineDead
-from tests.support.fake_engine import FakeEngine, StandingClock
+from tests.support.fake_engine import STATS, FakeEngine, StandingClock
 from workers.comm.ipc import (
     Abort,
     DrafterLost,
@@ -21,6 +21,7 @@ from workers.comm.ipc import (
     FrameSocket,
     FrontGone,
     Ready,
+    Resumption,
     StepOutput,
     Submit,
     TokenChunk,
@@ -148,16 +149,16 @@ def test_requests_go_on_in_the_next_engine(tmp_path: Path) -> None:
         tokens = [token for step in script[submit.id] for token in step]
         return [[token] for token in tokens[done:]]
 
-    one_step = threading.Semaphore(1)
+    two_steps = threading.Semaphore(2)
 
     async def body(client: EngineClient, fake: FakeEngine) -> None:
-        fake.script, fake.before_step = lambda submit: list(script[submit.id]), one_step.acquire
-        first = client.submit(Submit(id=1, prompt=[1], max_tokens=10))
-        tokens = list((await anext(first)).tokens)
+        fake.script, fake.before_step = lambda submit: list(script[submit.id]), two_steps.acquire
+        first = client.submit(Submit(id=1, prompt=[7, 8, 9, 5], max_tokens=10, num_prompt_logprobs=0))
+        tokens = [token for _ in range(4) for token in (await anext(first)).tokens]
         second = asyncio.create_task(collect(client, Submit(id=2, prompt=[1], max_tokens=10)))
         await asyncio.sleep(0)
         client.interrupt("verifier 0 was killed")
-        one_step.release(9)
+        two_steps.release(9)
         fake.die()
         third = asyncio.create_task(collect(client, Submit(id=3, prompt=[1], max_tokens=10)))
         await asyncio.sleep(0)
@@ -169,8 +170,8 @@ def test_requests_go_on_in_the_next_engine(tmp_path: Path) -> None:
         assert tokens == [1, 2, 3, 4, 5]
         assert [chunk.tokens for chunk in await second] == [[7], [8]]
         assert [chunk.tokens for chunk in await third] == [[9]]
-        told = {submit.id: submit.resumption and submit.resumption.output for submit in other.submitted}
-        assert told == {1: [1, 2], 2: None, 3: None}
+        told = {submit.id: submit.resumption for submit in other.submitted}
+        assert told == {1: Resumption(output=[1, 2, 3], num_prompt_logprobs=3, stats=STATS), 2: None, 3: None}
         assert client.health() == (True, "") and client.num_pending == 0
         other.die()
 
@@ -276,11 +277,16 @@ async def connected(client: EngineClient, address: str) -> FrameSocket:
     return FrameSocket(await asyncio.to_thread(connect, told))
 
 
-async def test_an_engine_on_another_node_connects_over_tcp() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_an_engine_on_another_node_connects_over_tcp(host: str) -> None:
+    if host == "::1" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
     client = EngineClient()
-    fake = FakeEngine(await client.listen("tcp:127.0.0.1:0"), lambda submit: [[1, 2]])
-    scheme, host, port = client.address.split(":")
-    assert (scheme, host) == ("tcp", "127.0.0.1") and int(port) > 0
+    fake = FakeEngine(await client.listen(f"tcp:{host}:0"), lambda submit: [[1, 2]])
+    told, _, port = client.address.rpartition(":")
+    assert told == f"tcp:{host}" and int(port) > 0
+    with pytest.raises(OSError, match="in use"):
+        await EngineClient().listen(client.address)
     await client.wait_ready(60)
     assert [chunk.tokens for chunk in await collect(client, Submit(id=1, prompt=[1], max_tokens=2))] == [[1, 2]]
     await client.close()
@@ -360,6 +366,8 @@ async def test_health_names_what_is_amiss_in_one_line(tmp_path: Path) -> None:
     assert client.health() == (False, "the engine is starting")
     with pytest.raises(EngineDead, match="not connected yet"):
         await collect(client, Submit(id=1, prompt=[1], max_tokens=10))
+    with pytest.raises(TimeoutError, match="not ready after 0.01 s; raise startup_timeout"):
+        await client.wait_ready(0.01)
     engine = await connected(client, f"unix:{tmp_path}/socket")
     engine.send(READY)
     await client.wait_ready(60)
