@@ -366,7 +366,7 @@ async def test_health_names_what_is_amiss_in_one_line(tmp_path: Path) -> None:
     assert client.health() == (False, "the engine is starting")
     with pytest.raises(EngineDead, match="not connected yet"):
         await collect(client, Submit(id=1, prompt=[1], max_tokens=10))
-    with pytest.raises(TimeoutError, match="not ready after 0.01 s; raise startup_timeout"):
+    with pytest.raises(TimeoutError, match=r"not ready after 0\.01 s; raise startup_timeout"):
         await client.wait_ready(0.01)
     engine = await connected(client, f"unix:{tmp_path}/socket")
     engine.send(READY)

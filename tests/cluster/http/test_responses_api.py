@@ -7,6 +7,7 @@ import json
 import tracemalloc
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.errors import HttpError
 from cluster.openai import response_store
 from cluster.openai.openai_format import ChatFormat
 from cluster.openai.output_processor import Generation
@@ -563,6 +565,30 @@ def test_an_item_keeps_the_content_that_it_was_stored_with(
     create(http, input=[{**USER, "id": "msg-1", "content": "Another text"}])
     create(http, input=[{"type": "item_reference", "id": "msg-1"}])
     assert "Another text" not in rendered(tokenizer, service)
+
+
+def test_another_owner_s_responses_and_items_are_not_found() -> None:
+    body = ResponsesRequest.model_validate({"input": [{**USER, "id": "msg-1"}]})
+    response = ResponseObject(
+        id="resp-1", created_at=0, model="m", output=[OutputMessage(id="msg-2", content=[OutputText(text="a")])]
+    )
+    store = response_store.ResponseStore()
+    store.put(response_store.StoredResponse.of("mine", body, [], response))
+    named = [
+        ResponsesRequest.model_validate({"input": [{"type": "item_reference", "id": id}]}) for id in ("msg-1", "msg-2")
+    ]
+    for ask in (
+        *(partial(store.resolve, each) for each in named),
+        partial(store.history, "resp-1"),
+        partial(store.input_items, "resp-1", limit=1, after=None, order="asc"),
+        partial(store.get, "resp-1"),
+        partial(store.delete, "resp-1"),
+    ):
+        for owner in ("other", None):
+            with pytest.raises(HttpError) as refused:
+                ask(owner)
+            assert refused.value.status == 404
+        ask("mine")
 
 
 def test_what_is_not_to_be_stored_is_not(http: httpx2.Client) -> None:
