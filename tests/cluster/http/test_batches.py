@@ -465,7 +465,9 @@ def test_a_cancelled_batch_keeps_its_answers(own: Own, tmp_path: Path, script: S
         wait_for(lambda: http.get(f"/v1/batches/{batch['id']}").json()["request_counts"]["completed"] > 5)
         wait_for(running.engine.hold.is_set)
         held = http.delete(f"/v1/files/{batch['input_file_id']}")
-        assert (held.status_code, error_of(held)["code"]) == (409, "file_in_use") and batch["id"] in held.text
+        error = error_of(held)
+        assert (held.status_code, error["code"], error["param"]) == (409, "file_in_use", "id")
+        assert batch["id"] in error["message"]
         cancelling = http.post(f"/v1/batches/{batch['id']}/cancel").raise_for_status().json()
         assert cancelling["status"] == "cancelling" and cancelling["cancelling_at"]
         done = ended(http, batch["id"])
