@@ -1,5 +1,6 @@
 """How a user sets speculation: accepted values, derived values, and error messages."""
 
+import json
 import warnings
 
 import pytest
@@ -109,6 +110,8 @@ def test_ngram_takes_no_model_but_its_own_name():
         ("yuhuili/EAGLE-LLaMA3.1-Instruct-8B", "eagle"),
         ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "eagle3"),
         ("eagle-heads/mine-eagle3", "eagle3"),
+        ("deepseek-ai/dspark_qwen3_4b_block7", "dspark"),
+        ("z-lab/Qwen3-4B-DFlash-b16", "dflash"),
         ("ngram", "ngram"),
         ("[ngram]", "ngram"),
         ("Qwen/Qwen3-0.6B", "draft_model"),
@@ -120,6 +123,23 @@ def test_ngram_takes_no_model_but_its_own_name():
 def test_the_method_is_inferred_from_the_model(model, method):
     assert infer_method(model) == method
     assert SpeculativeConfig(model=model).method == method
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, "dspark"),
+        ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 0}, "dflash"),
+        ({"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 5}}, "dflash"),
+        ({"speculators_model_type": "dspark", "markov_rank": 64}, "dspark"),
+        ({"architectures": ["LlamaForCausalLM"]}, "draft_model"),
+        ([], "draft_model"),
+    ],
+)
+def test_a_folder_tells_the_method_of_a_block_head(tmp_path, config, method):
+    (folder := tmp_path / "head").mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    assert infer_method(str(folder)) == method
 
 
 @pytest.mark.parametrize("where", ["method", "model"])

@@ -28,7 +28,7 @@ from workers.models.block_format import ContextFusion, read_block_spec
 from workers.models.draft_methods import METHODS, read_draft_spec
 from workers.models.readers import check_model, read_raw, read_spec
 from workers.settings import SamplingSettings
-from workers.types import DraftRequest, SamplingBatch
+from workers.types import DraftRequest, SamplingBatch, TreeBatch
 
 torch.set_num_threads(1)
 
@@ -248,6 +248,37 @@ def test_sampled_children_come_with_the_published_law_at_every_node(tmp_path: Pa
         torch.testing.assert_close(q[plain.target_ids], expected, atol=1e-4, rtol=0)
         seen += 1
     assert seen > 2
+    assert has_leaf_siblings(reply.trees) is is_leafy
+
+
+def has_leaf_siblings(trees: TreeBatch) -> bool:
+    """Return whether no depth of a tree has two nodes with children."""
+    inner = set(trees.parent_N[1:].tolist())
+    return len(inner) == len({int(trees.depth_N[row]) for row in inner})
+
+
+@pytest.mark.parametrize("name", ["DSpark of DeepSpec", "DFlash of z-lab"])
+@pytest.mark.parametrize("temperature", [0.0, 4.0])
+def test_a_large_tree_grows_to_the_block_s_depth_and_no_further(
+    tmp_path: Path, target: Path, name: str, temperature: float
+) -> None:
+    path = checkpoints.write_block(tmp_path, **HEADS[name])
+    proposer = proposer_of(path, target)
+    spec = proposer._head.spec
+    tree = TreeConfig(num_speculative_tokens=60, max_depth=20, max_children=4)
+    config = EngineConfig(
+        model_path=str(target),
+        draft=DraftConfig(method="dspark", model_path=str(path), tree=tree),
+        page_size=PAGE,
+        max_model_len=64,
+    )
+    asked = warm_up_requests(config, proposer.width)[0]
+    asked = replace(asked, sampling=SamplingBatch.stack([SamplingSettings(temperature=temperature, seed=7)]))
+    policy = make_tree_policy(tree, has_leaf_siblings=spec.has_marginals)
+    trees = Drafter(proposer, policy, max_depth=spec.max_depth).draft(asked).trees
+    assert trees.depth_N.max() == spec.max_depth == 7
+    assert has_leaf_siblings(trees) is spec.has_marginals
+    assert spec.mask_token_id not in trees.token_N[1:].tolist()
 
 
 def test_a_wrong_layout_and_a_shifted_tap_change_the_result(tmp_path: Path, target: Path) -> None:
