@@ -107,6 +107,7 @@ def test_a_batch_answers_every_line_in_openais_form(api: httpx2.Client) -> None:
     assert failed["response"]["body"]["error"]["param"] == "temperature"
     assert len({answer["id"] for answer in [*answers, failed]}) == 21
     made = api.get(f"/v1/files/{batch['output_file_id']}").json()
+    assert made["id"].startswith("file-")
     assert (made["purpose"], made["filename"]) == ("batch_output", f"{batch['id']}_output.jsonl")
     assert len(api.get(f"/v1/files/{made['id']}/content").content) == made["bytes"]
     [old] = [each for each in api.get("/v1/batches").json()["data"] if each["id"] == batch["id"]]

@@ -307,6 +307,7 @@ def in_steps(
             break
     events += builder.end(generation)
     items = builder.response.model_dump()["output"]
+    assert all(item["status"] == "completed" for item in items[:-1])
     told: dict[int, Any] = {}
     for event in events:
         if "output_index" in event:
@@ -314,6 +315,9 @@ def in_steps(
             added = event.get("delta", "") if event["type"].endswith(".delta") else ""
             scores = event.get("logprobs", []) if event["type"].endswith(".delta") else []
             told[event["output_index"]] = (text + added, tokens + [each["token"] for each in scores])
+            is_part = event["type"].split(".")[1] in ("content_part", "output_text", "reasoning_text")
+            assert event.get("content_index") == (0 if is_part else None)
+            assert event.get("item_id", event.get("item", {}).get("id")) == items[event["output_index"]]["id"]
     named: list[Item] = []
     for place, item in enumerate(items):
         [part] = item.get("content") or [{"text": item.get("arguments")}]
