@@ -193,8 +193,11 @@ def test_a_custom_tool_gets_text(
             "completed",
         )
         told = events(http, **asked)
-        deltas = [event["delta"] for event in told if event["type"] == "response.custom_tool_call_input.delta"]
-        assert "".join(deltas) == EDIT and len(deltas) >= num_deltas
+        deltas = [event for event in told if event["type"] == "response.custom_tool_call_input.delta"]
+        assert "".join(event["delta"] for event in deltas) == EDIT and len(deltas) >= num_deltas
+        [item] = told[-1]["response"]["output"]
+        assert item["id"].startswith("ctc-")
+        assert {(event["item_id"], event["output_index"]) for event in deltas} == {(item["id"], 0)}
         [done] = [event for event in told if event["type"] == "response.custom_tool_call_input.done"]
         assert done["input"] == EDIT
         result = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "done"}
