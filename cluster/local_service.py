@@ -65,6 +65,7 @@ def build_service(
         reasoning_parser=args.reasoning_parser,
         has_tokenizer_info=args.enable_tokenizer_info_endpoint,
         forces_usage=args.enable_force_include_usage,
+        stream_interval=args.stream_interval,
         names_tokens_by_id=args.return_tokens_as_token_ids,
         closes_objects=args.disable_additional_properties,
         unsupported_content=args.unsupported_content,

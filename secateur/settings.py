@@ -333,6 +333,14 @@ class EngineSettings(Settings):
         bool,
         Flag("Send the usage so far in every chunk of every stream, whatever a request's stream_options say", SERVING),
     ] = False
+    stream_interval: Annotated[
+        PositiveInt,
+        Flag(
+            "Tokens after which a stream has its next event, but the first one is sent at once; more events cost the "
+            "service more",
+            SERVING,
+        ),
+    ] = 1
     return_tokens_as_token_ids: Annotated[
         bool, Flag("Write the tokens of log probabilities as token_id:123, unless a request says otherwise", SERVING)
     ] = False

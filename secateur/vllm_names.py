@@ -91,7 +91,7 @@ _NAMES_BY_ADVICE = {
     NOTHING: "load-format model-loader-extra-config config-format tokenizer-mode skip-tokenizer-init model-impl "
     "disable-sliding-window disable-cascade-attn prefix-caching-hash-algo distributed-executor-backend "
     "max-num-partial-prefills max-long-partial-prefills long-prefill-token-threshold async-scheduling "
-    "num-scheduler-steps scheduler-delay-factor stream-interval num-lookahead-slots preemption-mode "
+    "num-scheduler-steps scheduler-delay-factor num-lookahead-slots preemption-mode "
     "response-role disable-log-stats log-error-stack show-hidden-metrics-for-version "
     "use-v2-block-manager performance-mode kv-cache-metrics enable-flashinfer-autotune gdn-prefill-backend "
     "disable-frontend-multiprocessing h11-max-incomplete-event-size h11-max-header-count",

@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -59,13 +59,43 @@ class Health(NamedTuple):
     reason: str  # why not; if it does, what is amiss all the same, or nothing
 
 
+class _Inbox:
+    """Holds what came for one reader. It has no limit: the requests' prompts and max_tokens bound what is in it."""
+
+    def __init__(self) -> None:
+        self._chunks: list[TokenChunk] = []
+        self._death: EngineDead | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, chunk: TokenChunk) -> None:
+        self._chunks.append(chunk)
+        self._wake()
+
+    def fail(self, death: EngineDead) -> None:
+        self._death = death
+        self._wake()
+
+    async def take(self) -> list[TokenChunk]:
+        """Wait for chunks and take all of them. Raises EngineDead when there are none, and none will come."""
+        if not self._chunks and self._death is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        taken, self._chunks = self._chunks, []
+        if not taken and self._death is not None:
+            raise self._death
+        return taken
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
 @dataclass(slots=True, kw_only=True)
 class _Pending:
     """A submitted request, and what it has been sent."""
 
     submit: Submit
-    # Of all requests that were submitted together. Unbounded, but their prompts and max_tokens bound what is in it.
-    queue: asyncio.Queue[TokenChunk | EngineDead]
+    inbox: _Inbox  # of all requests that were submitted together
     running: set[int]  # ids of those of them whose last chunk has not been read
     output: list[int] = field(default_factory=list)
     num_prompt_logprobs: int = 0
@@ -78,7 +108,7 @@ class _Pending:
         self.num_prompt_logprobs += len(chunk.prompt_logprobs or ())
         self.stats = chunk.stats or self.stats
         self.num_sent = 0
-        self.queue.put_nowait(chunk)
+        self.inbox.put(chunk)
 
     def next_submit(self) -> Submit:
         self.num_sent += 1
@@ -184,9 +214,17 @@ class EngineClient:
         return self._death
 
     async def submit(self, *requests: Submit) -> AsyncGenerator[TokenChunk]:
-        """Yield the chunks of these requests, one for each and engine step, until each had one with a finish_reason.
+        """Yield the chunks of these requests, one for each and engine step; see `arrivals`."""
+        async with aclosing(self.arrivals(*requests)) as arrivals:
+            async for chunks in arrivals:
+                for chunk in chunks:
+                    yield chunk
 
-        Closing the iterator early, or cancelling its task, aborts all of them in the engine, `abort` one alone. Raises
+    async def arrivals(self, *requests: Submit) -> AsyncGenerator[list[TokenChunk]]:
+        """Yield the chunks that have come of these requests, until each had one with a finish_reason.
+
+        A request has one chunk per engine step. A reader that is behind gets those of several steps at once. Closing
+        the iterator early, or cancelling its task, aborts all of them in the engine, `abort` one alone. Raises
         EngineDead if the engine is dead or dies and is not replaced; a finish_reason "error" concerns one request
         alone.
         """
@@ -195,25 +233,22 @@ class EngineClient:
         self._reserved.difference_update(ids)
         if self._death is not None or (self._writer is None and self._interruption is None):
             raise EngineDead(self._death or "the engine is not connected yet")
-        queue: asyncio.Queue[TokenChunk | EngineDead] = asyncio.Queue()
+        inbox = _Inbox()
         try:
             for request in requests:
-                pending = self._pending[request.id] = _Pending(submit=request, queue=queue, running=running)
+                pending = self._pending[request.id] = _Pending(submit=request, inbox=inbox, running=running)
                 if self._interruption is None:
                     self._send(pending.next_submit())
             while running:
-                chunk = await queue.get()
-                if isinstance(chunk, EngineDead):
-                    raise chunk
-                if chunk.finish_reason is not None:
-                    running.discard(chunk.id)
-                yield chunk
+                chunks = await inbox.take()
+                running.difference_update(chunk.id for chunk in chunks if chunk.finish_reason is not None)
+                yield chunks
         finally:
             for id in ids:
                 self.abort(id)
 
     def abort(self, id: int) -> None:
-        """End a request that is not finished. Call it while `submit` yields; what has come already is still yielded."""
+        """End a request that is not finished. Call it while `arrivals` yields; what has come is still yielded."""
         if (pending := self._pending.pop(id, None)) is not None:
             pending.running.discard(id)
             self._send(Abort(id=id))
@@ -243,9 +278,7 @@ class EngineClient:
         for id, pending in list(self._pending.items()):
             if pending.num_sent > MAX_REPLAYS:
                 del self._pending[id]
-                pending.queue.put_nowait(
-                    DeadlyRequest(f"{pending.num_sent} engines have died with this request: {reason}")
-                )
+                pending.inbox.fail(DeadlyRequest(f"{pending.num_sent} engines have died with this request: {reason}"))
         self._start.set()
 
     def fail(self, reason: str) -> None:
@@ -270,7 +303,7 @@ class EngineClient:
         if self._loss is not None:
             self._loss.cancel()
         for pending in self._pending.values():
-            pending.queue.put_nowait(EngineDead(reason))
+            pending.inbox.fail(EngineDead(reason))
         self._pending.clear()
         self._start.set()
 

@@ -10,7 +10,7 @@ The walk of a generation request, from the HTTP body to the engine and back to t
 4. `Service.tokenize` renders and tokenizes the prompt in a worker process (`tokenizer_pool`).
 5. `Service.prepare` has its grammar compiled there, too, and builds one `Submit` per choice (`request_params`), with
    limits and seed, and its `Generation`.
-6. `deltas_of` hands all of them to `EngineClient.submit`, which sends them to rank 0 and yields `TokenChunk`s. An
+6. `deltas_of` hands all of them to `EngineClient.arrivals`, which sends them to rank 0 and yields `TokenChunk`s. An
    `AnswerRecord` keeps the times and tokens of each answer, for metrics, traces and the limits of API keys.
 7. `Generation.process` turns each chunk into a `TextDelta`: detokenizer, stop strings, log probabilities. `Replay`
    marks the deltas that the client of a resumed stream has.

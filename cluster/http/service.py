@@ -117,6 +117,10 @@ class Service:
     """The default of `disable_additional_properties`."""
     unsupported_content: UnsupportedContent = "error"
     """The default of the field of this name."""
+    stream_interval: int = 1
+    """Fewest tokens of a delta, apart from an answer's first and its last one."""
+    event_s: float = 0.0
+    """Shortest time between two events of all streams together; a stream that runs alone never waits."""
     model_root: str | None = None
     """The model as the configuration names it, which /v1/models tells; None = its path."""
     batch_dir: Path | None = None
@@ -368,13 +372,21 @@ class Service:
             )
         ]
 
-    def deltas(self, generations: Sequence[Generation], head: RequestHead) -> AsyncGenerator[tuple[int, TextDelta]]:
+    def deltas(
+        self, generations: Sequence[Generation], head: RequestHead, *, is_streamed: bool = False
+    ) -> AsyncGenerator[tuple[int, TextDelta]]:
         """Run what `prepare` returned in the engine; see `deltas_of`."""
         records = [
             AnswerRecord(own.submit, head.request_id, head.arrival, self.metrics, head.caller, head.trace)
             for own in generations
         ]
-        return deltas_of(self.engine, generations, records, head.resumed.places if head.resumed else ())
+        places = head.resumed.places if head.resumed else ()
+        interval, pause_s = (self.stream_interval, self._pause_s) if is_streamed else (1, lambda: 0.0)
+        return deltas_of(self.engine, generations, records, places, interval, pause_s)
+
+    def _pause_s(self) -> float:
+        """Return the shortest time between two events of a stream."""
+        return self.event_s * max(0, self.engine.stats.num_running - 1)
 
     def ignored(self, body: SamplingRequest) -> list[str]:
         """Return fields without effect, also those that this model's chat template does not read."""

@@ -137,6 +137,8 @@ class Metrics:
         self.observe_batch_lines(0, 0)
         for stem in ("prompt_tokens", "generation_tokens", "requests_rejected"):
             self._count(stem, 0)
+        self._generation_tokens = self._counters["generation_tokens"].labels(**self._labels)
+        self._series: dict[str, Histogram] = {}  # by stem, those with observations
         self._returned = RequestStats()
         self._client_requests = Gauge(
             PREFIX + _CLIENT_REQUESTS, _CLIENT_REQUESTS_TEXT, list(self._labels), registry=self.registry
@@ -156,7 +158,9 @@ class Metrics:
         self._counters[stem].labels(**self._labels, **labels).inc(amount)
 
     def _observe(self, stem: str, value: float) -> None:
-        self._histograms[stem].labels(**self._labels).observe(value)
+        if (series := self._series.get(stem)) is None:  # looking a series up takes as long as observing twice
+            series = self._series[stem] = self._histograms[stem].labels(**self._labels)
+        series.observe(value)
 
     def observe_tokens(
         self, num_tokens: int, num_accepted: int, *, is_copied: bool, gap_s: float | None = None
@@ -165,9 +169,10 @@ class Metrics:
 
         gap_s: seconds since the choice's last step with tokens; None = this is the first.
         """
-        self._count("generation_tokens", num_tokens)
-        self._returned.count_nodes([], [], num_accepted)
-        self._returned.num_accepted_copied_tokens += num_accepted * is_copied
+        self._generation_tokens.inc(num_tokens)
+        if num_accepted:
+            self._returned.count_nodes([], [], num_accepted)
+            self._returned.num_accepted_copied_tokens += num_accepted * is_copied
         if gap_s is not None:
             self._observe("inter_token_latency_seconds", gap_s)
 

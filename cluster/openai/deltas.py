@@ -1,8 +1,9 @@
-"""Runs a request's answers in the engine: submits them, and yields what each step adds to their texts."""
+"""Runs a request's answers in the engine: submits them, and yields what its steps add to their texts."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from cluster.engine.engine_client import EngineClient
@@ -22,40 +23,62 @@ async def deltas_of(
     generations: Sequence[Generation],
     records: Sequence[AnswerRecord],
     places: Sequence[Place | None] = (),
+    interval: int = 1,
+    pause_s: Callable[[], float] = lambda: 0.0,
 ) -> AsyncGenerator[tuple[int, TextDelta]]:
     """Run the answers to one request. Yield (answer, delta) for each engine step; each last delta has a finish_reason.
 
-    records: by answer. places: how far the client has each answer (None = not at all); empty = it has none of them. A
-    step that ends after such a place gives two deltas. Closing the generator early aborts what is not finished.
+    Steps that have come while the reader was busy are one delta, so that a slow one costs little. records: by answer.
+    places: how far the client has each answer (None = not at all); empty = it has none of them. A step that ends after
+    such a place gives two deltas. interval: fewest tokens of a delta, apart from an answer's first and its last one.
+    pause_s: how long to wait after a delta for the steps that the next one joins. Closing the generator early aborts
+    what is not finished.
 
     Raises GenerationFailed, EngineDead, BadRequest, and HttpError (409) if an answer is not the one that it continues.
     """
     answers = {generation.submit.id: index for index, generation in enumerate(generations)}
     replays = {index: Replay(place) for index, place in enumerate(places) if place is not None}
+    waiting: dict[int, TextDelta] = {}  # by answer
+    failure: Exception | None = None
     reason = "abort"  # cancelled or closed early
     for generation, record in zip(generations, records, strict=True):
         record.submitted(pays_for_prompt=generation.number == 0)
     try:
-        async with aclosing(engine.submit(*(generation.submit for generation in generations))) as chunks:
-            async for chunk in chunks:
-                index = answers[chunk.id]
-                generation, record, replay = generations[index], records[index], replays.get(index)
-                if generation.last.finish_reason is not None:
-                    continue  # a stop string has ended it, which the engine did not know
-                if chunk.finish_reason == "error":
-                    raise _failure(chunk)
-                if chunk.prompt_logprobs is not None:
-                    generation.prompt_scores += chunk.prompt_logprobs
-                    continue
-                record.arrived(chunk)
-                for delta in [generation.process(chunk)] if replay is None else replay.deltas(chunk, generation):
-                    record.returned(
-                        len(delta.token_ids), delta.num_accepted, delta.finish_reason, is_copied=delta.is_copied
-                    )
-                    yield index, delta
-                    if delta.finish_reason is not None:
-                        engine.abort(chunk.id)
+        async with aclosing(engine.arrivals(*(generation.submit for generation in generations))) as arrivals:
+            async for chunks in arrivals:
+                for chunk in chunks:
+                    index = answers[chunk.id]
+                    generation, record, replay = generations[index], records[index], replays.get(index)
+                    if generation.last.finish_reason is not None:
+                        continue  # a stop string has ended it, which the engine did not know
+                    if chunk.finish_reason == "error":
+                        failure = _failure(chunk)
                         break
+                    if chunk.prompt_logprobs is not None:
+                        generation.prompt_scores += chunk.prompt_logprobs
+                        continue
+                    record.arrived(chunk)
+                    for delta in [generation.process(chunk)] if replay is None else replay.deltas(chunk, generation):
+                        record.returned(
+                            len(delta.token_ids), delta.num_accepted, delta.finish_reason, is_copied=delta.is_copied
+                        )
+                        if (before := waiting.get(index)) is None:
+                            waiting[index] = delta
+                        elif before.joins(delta):
+                            before.join(delta)
+                        else:
+                            yield index, before
+                            waiting[index] = delta
+                        if delta.finish_reason is not None:
+                            engine.abort(chunk.id)
+                            break
+                for index, delta in list(waiting.items()):
+                    if delta.finish_reason or delta.is_first or len(delta.token_ids) >= interval or failure:
+                        yield index, waiting.pop(index)
+                if failure is not None:
+                    raise failure
+                if (seconds := pause_s()) and any(own.last.finish_reason is None for own in generations):
+                    await asyncio.sleep(seconds)
     except Exception:
         reason = "error"
         raise

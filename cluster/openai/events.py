@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from cluster.openai.failures import to_http_error
-from cluster.openai.openai_format import ResponseFormat, opening_usage, running_usage, total_stats, total_usage
+from cluster.openai.openai_format import ResponseFormat, opening_usage, total_stats, total_usage
 from cluster.openai.output_processor import Generation, TextDelta
 from cluster.openai.resumption import EventIds
 from secateur.requests import SamplingRequest
@@ -60,14 +60,12 @@ async def events_of(
                 index, delta = item
                 if ids is not None:
                     ids.process(index, delta.token_ids, is_finished=delta.finish_reason is not None)
-                chunk = None
+                event = None
                 if delta.text or delta.finish_reason or has_more:
-                    chunk = response_format.chunk(index, generations[index], delta)
-                # Without a chunk, text is held back: half a character, or the beginning of a stop string.
-                if chunk is not None and not delta.is_replayed:
-                    if running:
-                        chunk.usage = running_usage(generations[index], delta)
-                    yield with_id(chunk.sse(), ids.sent(index) if ids else None)
+                    event = response_format.event(index, generations[index], delta, has_usage=running)
+                # Without an event, text is held back: half a character, or the beginning of a stop string.
+                if event is not None and not delta.is_replayed:
+                    yield with_id(event, ids.sent(index) if ids else None)
                 elif delta.is_replayed and time.monotonic() - told_at > KEEP_ALIVE_S:
                     told_at = time.monotonic()
                     yield ": replaying\n\n"

@@ -9,12 +9,14 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
+from pydantic_core import to_json
+
 from cluster.observe.engine_metrics import by_depth
 from cluster.openai.output_processor import Generation, ScoredToken, StepTree, TextDelta
 from cluster.text.answer_reader import AnswerReader
 from cluster.text.detokenizer import IncrementalDetokenizer
 from cluster.text.tokenizer import Tokenizer
-from cluster.text.tool_calls import CallPart, CustomInput, is_whole
+from cluster.text.tool_calls import AnswerParts, CallPart, CustomInput, TextPart, is_whole
 from secateur.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from secateur.responses import (
     AssistantMessage,
@@ -62,6 +64,7 @@ class ResponseFormat(ABC):
         self.tokenizer = tokenizer
         # As at OpenAI, all chunks of a stream have one creation time.
         self.head: dict[str, Any] = {"id": new_id(self.id_prefix), "created": int(time.time()), "model": model}
+        self._around: dict[tuple[int, str], list[str]] = {}  # by choice and kind of text: an event without its text
 
     @property
     def reads_prompts(self) -> bool:
@@ -85,6 +88,30 @@ class ResponseFormat(ABC):
         self, index: int, generation: Generation, delta: TextDelta
     ) -> CompletionChunk | ChatCompletionChunk | None:
         """Build the chunk of one delta of choice `index`; None if its text is held back."""
+
+    @abstractmethod
+    def event(self, index: int, generation: Generation, delta: TextDelta, *, has_usage: bool = False) -> str | None:
+        """Return the server-sent event of `chunk`; None if its text is held back. has_usage: with the usage so far."""
+
+    def _event(
+        self, chunk: CompletionChunk | ChatCompletionChunk | None, generation: Generation, delta: TextDelta, usage: bool
+    ) -> str | None:
+        if chunk is not None and usage:
+            chunk.usage = running_usage(generation, delta)
+        return None if chunk is None else chunk.sse()
+
+    def _adds_text_alone(self, delta: TextDelta) -> bool:
+        """Return whether a delta's chunk is that of any other one, apart from the text."""
+        return not (delta.finish_reason or delta.scored or delta.tree or self.body.return_token_ids)
+
+    def _text_event(
+        self, index: int, kind: str, text: str, chunk_of: Callable[[str], CompletionChunk | ChatCompletionChunk]
+    ) -> str:
+        """Return the event of `chunk_of(text)`. Building and writing the objects takes 30 times as long as this."""
+        if (around := self._around.get((index, kind))) is None:
+            mark = new_id("text")
+            around = self._around[index, kind] = chunk_of(mark).sse().split(f'"{mark}"')
+        return to_json(text).decode().join(around)
 
     def closing_chunk(
         self, usage: Usage | None, speculative: SpeculativeStats | None
@@ -198,6 +225,16 @@ class CompletionFormat(ResponseFormat):
             **self.choice_fields(index, delta, delta.token_ids, [delta.tree] if delta.tree else []),
         )
         return CompletionChunk(**self.head, choices=[choice])
+
+    def event(self, index: int, generation: Generation, delta: TextDelta, *, has_usage: bool = False) -> str | None:
+        """Return the server-sent event of `chunk`."""
+        if has_usage or self._is_echo or not self._adds_text_alone(delta):
+            return self._event(self.chunk(index, generation, delta), generation, delta, has_usage)
+
+        def chunk_of(text: str) -> CompletionChunk:
+            return self.chunk(index, generation, TextDelta(text=text))
+
+        return self._text_event(index, "text", delta.text, chunk_of)
 
     def _echo_text(self, index: int) -> str:
         return self._echoes[index].text if self._is_echo else ""
@@ -322,12 +359,18 @@ class ChatFormat(ResponseFormat):
     def _shown(self, reasoning: str) -> str | None:
         return reasoning if reasoning and self._has_reasoning else None
 
-    def _delta(self, index: int, delta: TextDelta) -> ChatDelta:
+    def _read(self, index: int, delta: TextDelta) -> AnswerParts:
+        """Read the next delta of a choice of the stream."""
+        if self._new_reader is None:
+            return AnswerParts([TextPart(delta.text, 0)])
+        if (reader := self._readers.get(index)) is None:
+            reader = self._readers[index] = self._new_reader()
+        return reader.feed(delta.text, is_last=delta.finish_reason is not None)
+
+    def _delta(self, index: int, delta: TextDelta, read: AnswerParts) -> ChatDelta:
         """Return what a delta of a stream adds to the message."""
         if self._new_reader is None:
             return ChatDelta(content=delta.text)
-        reader = self._readers.setdefault(index, self._new_reader())
-        read = reader.feed(delta.text, is_last=delta.finish_reason is not None)
         calls = [call for part in read.calls if (call := self._call_delta(index, part)) is not None]
         if delta.finish_reason == "stop":
             rests = {number: each.finish() for (choice, number), each in self._inputs.items() if choice == index}
@@ -344,7 +387,26 @@ class ChatFormat(ResponseFormat):
 
     def chunk(self, index: int, generation: Generation, delta: TextDelta) -> ChatCompletionChunk | None:
         """Build the chunk of one delta; None if all of its text is held back."""
-        added = self._delta(index, delta)
+        return self._chunk(index, delta, self._read(index, delta))
+
+    def event(self, index: int, generation: Generation, delta: TextDelta, *, has_usage: bool = False) -> str | None:
+        """Return the server-sent event of `chunk`."""
+        read = self._read(index, delta)
+        content, reasoning = read.content, self._shown(read.reasoning)
+        if has_usage or read.calls or (content and reasoning) or not self._adds_text_alone(delta):
+            return self._event(self._chunk(index, delta, read), generation, delta, has_usage)
+        if not (content or reasoning):
+            return None
+
+        def chunk_of(text: str) -> ChatCompletionChunk:
+            added = ChatDelta(content=text) if content else ChatDelta(reasoning_content=text, reasoning=text)
+            choice = ChatChunkChoice(delta=added, **self.choice_fields(index, TextDelta(), (), ()))
+            return ChatCompletionChunk(**self.head, choices=[choice])
+
+        return self._text_event(index, "content" if content else "reasoning", content or reasoning or "", chunk_of)
+
+    def _chunk(self, index: int, delta: TextDelta, read: AnswerParts) -> ChatCompletionChunk | None:
+        added = self._delta(index, delta, read)
         if self._new_reader is not None:
             delta = self._ended(delta, self._readers[index].num_calls)
             has_more = delta.finish_reason or delta.scored or delta.tree or self.body.return_token_ids

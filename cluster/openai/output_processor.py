@@ -33,7 +33,7 @@ class StepTree(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class TextDelta:
-    """Holds what one engine step added to a choice.
+    """Holds what one engine step, or several, added to a choice.
 
     Example, the last of three: TextDelta(text="return", token_ids=[83, 0], num_tokens=7, finish_reason="stop")
     """
@@ -60,6 +60,24 @@ class TextDelta:
     """The step's tree, if the request asked for trees."""
     is_replayed: bool = False
     """The client has it from an earlier stream of the same answer."""
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether it has the choice's first tokens."""
+        return self.num_tokens == len(self.token_ids)
+
+    def joins(self, later: TextDelta) -> bool:
+        """Return whether `join` may add the next delta of the choice. An event has at most one step's tree."""
+        return self.is_replayed == later.is_replayed and self.tree is None and later.tree is None
+
+    def join(self, later: TextDelta) -> None:
+        """Add the next delta of the choice. The draft tokens of several steps are not counted: each was before."""
+        self.text += later.text
+        self.token_ids = [*self.token_ids, *later.token_ids]
+        self.scored = [*self.scored, *later.scored]
+        self.num_tokens, self.num_reasoning_tokens = later.num_tokens, later.num_reasoning_tokens
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.num_cached_tokens, self.stats = later.num_cached_tokens, later.stats
 
 
 @dataclass(slots=True, kw_only=True)

@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 TOKENIZER_GRACE_S = 15.0
 """How long no text may be tokenized before Serve replaces the replica, which cuts its streams. Dead tokenizer processes
 are back within seconds."""
+EVENT_S = 0.001
+"""See `Service.event_s`. An event takes half of this from the processors: Serve's proxy and the replica share that."""
 EXIT_GRACE_S = 1.0
 """Delay between the last engine's death and the replica's exit, so that running requests can report the error."""
 
@@ -97,6 +99,7 @@ class Replica:
         service = build_service(
             self._args, self._config, self._client, self._tokenizer, self._tokenizing, replica=replica
         )
+        service.event_s = EVENT_S
         app = create_app(service, echo_request_id=False)
         app.add_middleware(ClientDisconnects)
         return app

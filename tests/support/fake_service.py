@@ -74,7 +74,10 @@ def fake_service(
     parent: TokenizerForkServer | Literal["shared"] | None = "shared",
     **settings: Any,
 ) -> Iterator[FakeService]:
-    """Start a service. `engine` goes to the FakeEngine, `settings` to the Service. `parent` None: new workers."""
+    """Start a service. `engine` goes to the FakeEngine, `settings` to the Service. `parent` None: new workers.
+
+    By default a step waits until the service has read the one before it.
+    """
     sock = listening_socket("127.0.0.1", 0)
     if parent == "shared":
         parent = tokenizer_parent(tokenizer)
@@ -84,6 +87,8 @@ def fake_service(
         client = EngineClient()
         address = await client.listen(f"unix:{folder}/engine.sock")
         fake = FakeEngine(address, script, eos=config.eos_token_ids, **(engine or {}))
+        if "before_step" not in (engine or {}):
+            fake.before_step = lambda: wait_read(client, fake)
         await client.wait_ready(10)
         names = {"model_ids": ("fake-model",), "replica": "fake-replica", **settings}
         tokenizer_pool = TokenizerPool(tokenizer, num_workers=2, parent=parent)
@@ -141,6 +146,18 @@ def error_of(response: httpx2.Response) -> dict[str, Any]:
     assert {"message", "type", "param", "code"} <= error.keys()
     assert "Traceback" not in response.text
     return error
+
+
+def wait_read(client: EngineClient, engine: FakeEngine, timeout_s: float = 1.0) -> None:
+    """Wait until the service has read what the engine sent, so that each step is an event, or until the timeout."""
+
+    def is_read() -> bool:
+        running = [(client._pending.get(id), live) for id, live in engine._live.items()]
+        return all(own is None or (len(own.output) >= live.sent and not own.inbox._chunks) for own, live in running)
+
+    deadline = time.monotonic() + timeout_s
+    while not is_read() and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

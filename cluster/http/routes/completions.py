@@ -83,7 +83,7 @@ async def generate(
     ids = _event_ids(service, response_format, generations, head) if body.stream else None
     if ids is not None and ids.is_over(has_totals=has_totals(body)):
         return Response(with_id(SSE_DONE, ids.last), media_type=EventStream.media_type, headers=headers)
-    deltas = service.deltas(generations, head)
+    deltas = service.deltas(generations, head, is_streamed=body.stream)
     first = await service.admission.first(deltas, head.wait_s(body))  # errors before it get their own HTTP status
     if body.stream:
         return EventStream(events_of(response_format, generations, first, deltas, ids), deltas, headers)

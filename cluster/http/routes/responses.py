@@ -132,7 +132,7 @@ async def respond(
             service.responses.put(finished)
 
     headers = ignored_header(request, [*body.ignored(), *ineffective_settings(body.speculative, service.limits)])
-    deltas = service.deltas([generation], head)
+    deltas = service.deltas([generation], head, is_streamed=body.stream)
     first = await service.admission.first(deltas, wait_s)  # errors before it get their own HTTP status
     if body.stream:
         return EventStream(events_of(builder, generation, first, deltas, lambda: keep(finished())), deltas, headers)

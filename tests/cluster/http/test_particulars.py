@@ -179,9 +179,9 @@ class OneAnswer:
     def __init__(self, *chunks: TokenChunk) -> None:
         self._chunks = chunks
 
-    async def submit(self, submit: Submit) -> AsyncGenerator[TokenChunk]:
+    async def arrivals(self, submit: Submit) -> AsyncGenerator[list[TokenChunk]]:
         for chunk in self._chunks:
-            yield chunk
+            yield [chunk]
 
     def abort(self, id: int) -> None: ...
 

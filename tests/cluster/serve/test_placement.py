@@ -201,12 +201,13 @@ def test_a_service_logs_the_models_sampling_defaults(tmp_path: Path, caplog: pyt
 
 def test_a_service_has_the_settings_of_its_arguments() -> None:
     tokenizer = Tokenizer(str(BUNDLED / "target"))
-    flags = {"enable_force_include_usage": True, "return_tokens_as_token_ids": True}
+    flags = {"enable_force_include_usage": True, "return_tokens_as_token_ids": True, "stream_interval": 5}
     for given, is_on in ((flags, True), ({}, False)):
         taken = args(**given)
         pool = TokenizerPool(tokenizer)  # not started
         service = build_service(taken, engine_config(taken), EngineClient(), tokenizer, pool, replica="local")
         assert (service.forces_usage, service.names_tokens_by_id) == (is_on, is_on)
+        assert service.stream_interval == (5 if is_on else 1)
         assert service.model_root == "bundled:target"
 
 
