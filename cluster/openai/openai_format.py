@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
-from pydantic_core import to_json
+from pydantic import TypeAdapter
 
 from cluster.observe.engine_metrics import by_depth
 from cluster.openai.output_processor import Generation, ScoredToken, StepTree, TextDelta
@@ -49,6 +49,7 @@ from secateur.responses import (
 from workers.comm.ipc import RequestStats, TokenLogprobs
 from workers.settings import PruneReason
 
+_TEXT = TypeAdapter(str)
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express (the number that OpenAI and vLLM use)."""
 
@@ -111,7 +112,7 @@ class ResponseFormat(ABC):
         if (around := self._around.get((index, kind))) is None:
             mark = new_id("text")
             around = self._around[index, kind] = chunk_of(mark).sse().split(f'"{mark}"')
-        return to_json(text).decode().join(around)
+        return _TEXT.dump_json(text).decode().join(around)
 
     def closing_chunk(
         self, usage: Usage | None, speculative: SpeculativeStats | None
