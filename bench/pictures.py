@@ -1,0 +1,53 @@
+"""Takes the documents' pictures with a headless Chromium.
+
+python -m bench.pictures readme       # README's first screen, wide and narrow, from the site that `make docs` built
+python -m bench.pictures inspector    # the inspector after a run with a target of 300M's cost; needs quiet cores
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from bench.harness import say, scaled
+from cluster.local_service import local_service
+from secateur.config import EngineArgs
+from tests.support.chromium import Page, chromium_page, chromium_path
+
+ROOT = Path(__file__).parent.parent
+IMAGES = ROOT / "docs" / "images"
+SITE = ROOT / "build" / "docs" / "index.html"
+NAME = "bundled-at-300m-cost"
+CACHE = ROOT / "build" / "bench"
+SCREENS = {"wide": (1280, 900), "narrow": (390, 844)}
+PROMPT = "def quicksort(items):\n    "
+DONE = "panes.off.speeds.length === 3 && document.querySelector('#stop').disabled"
+
+
+def readme(page: Page) -> None:
+    """Write README's first screen in each size."""
+    for name, (width, height) in SCREENS.items():
+        page.open(SITE.as_uri(), width=width, height=height)
+        page.screenshot(IMAGES / f"readme-{name}.png")
+
+
+def inspector(page: Page) -> None:
+    """Write the inspector's two answers, their speeds and a step's tree."""
+    args = EngineArgs.load({"port": 0, "device": "cpu", "max_num_seqs": 1, "served_model_name": NAME})
+    with scaled(args, "300m", CACHE, say) as args, local_service(args) as url:
+        page.open(url, width=1280, height=895)
+        page.wait("document.querySelector('#model').textContent.includes('eagle3')")
+        page.evaluate(f"document.querySelector('#prompt').value = {PROMPT!r}")
+        page.evaluate("document.querySelector('#run').click()")
+        page.wait(DONE, seconds=600)
+        page.evaluate("choose(panes.on, 3)")
+        page.screenshot(IMAGES / "inspector.png")
+
+
+if __name__ == "__main__":
+    path = chromium_path()
+    if sys.argv[1:] not in (["readme"], ["inspector"]) or path is None:
+        sys.exit(__doc__ if path else "No Chromium here: install the package chromium.")
+    with chromium_page(path) as page:
+        page.call("Emulation.setScrollbarsHidden", hidden=True)
+        {"readme": readme, "inspector": inspector}[sys.argv[1]](page)
