@@ -36,11 +36,9 @@ class Calibration:
     def learn(self, trees: TreeBatch, verdicts: list[Verdict], is_shown_B: np.ndarray) -> None:
         """Learn from a step's trees, whose weights are calibrated already. is_shown_B: the requests to learn from."""
         p_O, survived_O, depth_O = _observations(trees, verdicts, is_shown_B)
-        curvature_D = np.bincount(depth_O, p_O * (1 - p_O), _NUM_DEPTHS)
-        self._curvature_D = _MEMORY * self._curvature_D + curvature_D
-        slope_D = np.bincount(depth_O, survived_O - p_O, _NUM_DEPTHS)
-        moved_D = self._odds_D + slope_D / (self._curvature_D + _PRIOR_WEIGHT)
-        self._odds_D = np.clip(moved_D, -_MOST, _MOST)
+        self._curvature_D = _MEMORY * self._curvature_D + np.bincount(depth_O, p_O * (1 - p_O), _NUM_DEPTHS)
+        step_D = np.bincount(depth_O, survived_O - p_O, _NUM_DEPTHS) / (self._curvature_D + _PRIOR_WEIGHT)
+        self._odds_D = np.clip(self._odds_D + step_D, -_MOST, _MOST)
 
 
 def _observations(
