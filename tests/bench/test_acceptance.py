@@ -147,12 +147,12 @@ def test_conclusions_show_gains_differences_and_what_pruning_saves() -> None:
         (["--num-prompts", "99"], "has 50 prompts; ask for at most that many, not 99"),
         (["--prompts", "/nowhere.jsonl"], "--prompts: cannot read /nowhere.jsonl"),
         (
-            ["-sc", '{"model": "x", "speculative_tree_max_depth": 1}'],
+            ["-sc", '{"model": "org/x", "speculative_tree_max_depth": 1}'],
             "no tree of depth 1 with 8 children per node has 32",
         ),
         (["--no-speculation"], "give --speculative-config"),
         (["org/model"], "give --speculative-config"),
-        (["-sc", '{"model": "x", "acceptance": "coupled"}'], "speculative_config.acceptance: is what the benchmark"),
+        (["-sc", '{"model": "org/x", "acceptance": "coupled"}'], "speculative_config.acceptance: is what the benchmark"),
         (["--speculative-tree-prune-threshold", "0.1"], "prune_threshold: is what the benchmark varies; remove it"),
     ],
 )

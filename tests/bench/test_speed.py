@@ -156,7 +156,7 @@ def test_wrong_settings_are_reported_before_anything_is_loaded(flags, says, aske
 def test_model_dependent_errors_are_reported_before_an_engine_starts(capsys, tmp_path) -> None:
     for flags, says in (
         (["--no-speculation"], "give --speculative-config"),
-        (["-sc", '{"model": "x", "num_speculative_tokens": 4}'], "is what the benchmark varies"),
+        (["-sc", '{"model": "org/x", "num_speculative_tokens": 4}'], "is what the benchmark varies"),
         (["--target-cost", "256x9", "-sc", '{"method": "ngram"}'], "--target-cost: scales a target and its EAGLE-3"),
         (["--target-cost", "256x4"], "number of layers is 8, a target of 256x4 has only 4"),
         (["--max-tokens", "4000"], "max_model_len is 2048"),

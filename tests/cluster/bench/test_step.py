@@ -74,7 +74,7 @@ def test_step_reads_its_list_options(asked) -> None:
         (["--nodes", "99"], "nodes.0: must be less than or equal to 63"),
         (["--batches", "0"], "batches.0: must be greater than or equal to 1"),
         (["--no-speculation"], "give --speculative-config"),
-        (["-sc", '{"model": "x", "num_speculative_tokens": 4}'], "is what the benchmark varies"),
+        (["-sc", '{"model": "org/x", "num_speculative_tokens": 4}'], "is what the benchmark varies"),
     ],
 )
 def test_wrong_arguments_are_reported_before_anything_is_loaded(flags, says, asked, capsys) -> None:
