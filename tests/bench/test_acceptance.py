@@ -152,7 +152,10 @@ def test_conclusions_show_gains_differences_and_what_pruning_saves() -> None:
         ),
         (["--no-speculation"], "give --speculative-config"),
         (["org/model"], "give --speculative-config"),
-        (["-sc", '{"model": "org/x", "acceptance": "coupled"}'], "speculative_config.acceptance: is what the benchmark"),
+        (
+            ["-sc", '{"model": "org/x", "acceptance": "coupled"}'],
+            "speculative_config.acceptance: is what the benchmark",
+        ),
         (["--speculative-tree-prune-threshold", "0.1"], "prune_threshold: is what the benchmark varies; remove it"),
     ],
 )

@@ -292,10 +292,11 @@ def test_what_is_no_json_is_shown(folder, gguf, tmp_path) -> None:
 
 
 HOLDER = """
-import sys, time
+import signal, sys, time
 from tests.bench.test_peers import launch
 from bench.peers import started
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
 with started([launch("vllm", Path(sys.argv[1]), Path(sys.argv[2]))], lambda line: print(line, flush=True)):
     print("ready", flush=True)
     time.sleep(600)

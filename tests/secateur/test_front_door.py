@@ -107,8 +107,8 @@ FOREIGN = [
     ),
     ("serve Qwen/Qwen3-8B --rope-scaling '{\"factor\": 4.0}'", {"rope-scaling": "edit config.json in a copy"}),
     (
-        "serve openai/gpt-oss-20b --max-cudagraph-capture-size 2048 --stream-interval 20",
-        {"max-cudagraph-capture-size": "leave it out", "stream-interval": "leave it out"},
+        "serve openai/gpt-oss-20b --max-cudagraph-capture-size 2048 --num-scheduler-steps 8",
+        {"max-cudagraph-capture-size": "leave it out", "num-scheduler-steps": "leave it out"},
     ),
     ("serve deepseek-ai/DeepSeek-V3 -tp 8 --trust-remote-code", {"trust-remote-code": "leave it out"}),
     ("serve deepseek-ai/DeepSeek-R1 -tp 8 -dp 2 -ep", {"-dp": "num_replicas", "-ep": "--tensor-parallel-size"}),

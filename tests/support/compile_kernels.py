@@ -284,7 +284,9 @@ def growth() -> Iterator[Case]:
         constants=dict(IS_PROCESSED=False, BLOCK=2048),
         types=block | dict(sums_ptr=FLOAT),
     )
-    scores = dict(values_ptr=FLOAT, columns_ptr=INT64, sums_ptr=FLOAT, table_ptr=double, fit_ptr=FLOAT, ids_ptr=INT64)
+    scores = dict(
+        values_ptr=FLOAT, columns_ptr=INT64, sums_ptr=FLOAT, table_ptr=double, log_odds_ptr=FLOAT, ids_ptr=INT64
+    )
     scores |= dict(depth_ptr=INT64, weight_ptr=FLOAT, path_prob_ptr=double, children_ptr=INT64)
     yield Case(
         name="tree: score children",
