@@ -124,7 +124,7 @@ def child(*args: object) -> Iterator[subprocess.Popen[str]]:
         process.wait(30)
 
 
-class Engine:
+class FrameFeed:
     """The engine's end of the socket. It writes whole frames, and waits while the front does not read."""
 
     def __init__(self, address: str, tokens: list[int]) -> None:
@@ -150,7 +150,7 @@ def cpu_s(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)
 
 
-def measure(engine: Engine, served: subprocess.Popen[str], port: int, num: int, period_s: float, chunks: int) -> Any:
+def measure(engine: FrameFeed, served: subprocess.Popen[str], port: int, num: int, period_s: float, chunks: int) -> Any:
     """Run `num` streams of that many chunks; period_s: between two frames."""
     with child("--readers", port, num, chunks) as clients:
         ids = engine.submitted(num)
@@ -192,7 +192,7 @@ def run(args: Namespace) -> None:
     ):
         assert served.stdout is not None
         found = json.loads(served.stdout.readline())
-        engine = Engine(f"unix:{folder}/e", found["tokens"])
+        engine = FrameFeed(f"unix:{folder}/e", found["tokens"])
         for num in args.streams:
             period_s = max(num / args.per_second, 1 / MAX_FRAMES_PER_S)
             for each in (period_s, 0.0):

@@ -392,7 +392,7 @@ TREE_OF_8 = TreeBatch(
     weight_N=torch.ones(9),
 )
 FIRST_CHILD = np.array([1, 3, 5, 6, 0, 0, 8, 0, 0])
-"""Of each of its rows; 0 for a leaf."""
+"""It has the first child of each row, or 0 for a leaf."""
 
 
 class SimulatedTarget(FakeTarget):

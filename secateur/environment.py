@@ -1,4 +1,4 @@
-"""What `secateur env` reports: versions, processor, memory, GPUs and the environment's settings, for bug reports.
+"""Collects for `secateur env` and bug reports: versions, processor, memory, GPUs and the environment's settings.
 
 Nothing is imported that is reported on, and no device is touched: `nvidia-smi` tells about GPUs.
 """

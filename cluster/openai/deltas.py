@@ -26,13 +26,13 @@ async def deltas_of(
     interval: int = 1,
     pause_s: Callable[[], float] = lambda: 0.0,
 ) -> AsyncGenerator[tuple[int, TextDelta]]:
-    """Run the answers to one request. Yield (answer, delta) for each engine step; each last delta has a finish_reason.
+    """Run the answers to one request. Yield (answer, delta); the last delta of each answer has a finish_reason.
 
-    Steps that have come while the reader was busy are one delta, so that a slow one costs little. records: by answer.
-    places: how far the client has each answer (None = not at all); empty = it has none of them. A step that ends after
-    such a place gives two deltas. interval: fewest tokens of a delta, apart from an answer's first and its last one.
-    pause_s: how long to wait after a delta for the steps that the next one joins. Closing the generator early aborts
-    what is not finished.
+    A delta is what one engine step added. Steps that have come while the reader was busy are one delta, so that a slow
+    one costs little. records: by answer. places: how far the client has each answer (None = not at all); empty = it has
+    none of them. A step that ends after such a place gives two deltas. interval: fewest tokens of a delta, apart from
+    an answer's first and its last one. pause_s: how long to wait after a delta for the steps that the next one joins.
+    Closing the generator early aborts what is not finished.
 
     Raises GenerationFailed, EngineDead, BadRequest, and HttpError (409) if an answer is not the one that it continues.
     """

@@ -1,4 +1,4 @@
-"""Whether an engine fits on its devices: what each must hold, and the smallest engine that fits."""
+"""Tells whether an engine fits on its devices: what each must hold, and the smallest engine that fits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIZES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
-    """What one device must hold to answer one request of max_model_len, and what an engine may take of it, in bytes."""
+    """Holds what one device needs for one request of max_model_len, and what an engine may take of it, in bytes."""
 
     role: str
     """verifier, drafter, or "verifier and drafter" on a device that they share."""

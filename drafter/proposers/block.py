@@ -50,7 +50,7 @@ from workers.types import AttentionMetadata, DraftRequest
 
 
 class Block(NamedTuple):
-    """What one pass says of every depth."""
+    """Holds what one pass says of every depth."""
 
     hidden_GDH: Tensor  # of the slots that predict; read by gated heads alone
     base_GDW: Tensor  # float32, this rank's columns

@@ -1,4 +1,4 @@
-"""What a command line gets wrong, in the words of all our errors: what it is about, and what to write instead."""
+"""Reports what is wrong in a command line as all errors are: what it is about, and what to write instead."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ MODELS = {
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
 }
 CONTEXT_BYTES = 512 << 20
-"""What CUDA is taken to hold for each process."""
+"""CUDA is taken to hold this for each process."""
 
 
 @pytest.fixture
