@@ -1,7 +1,8 @@
-"""Takes the documents' pictures with a headless Chromium.
+"""Takes the documents' pictures with a headless Chromium, and measures the inspector in it.
 
 python -m bench.pictures readme       # README's first screen, wide and narrow, from the site that `make docs` built
 python -m bench.pictures inspector    # the inspector after a run with a target of 300M's cost; needs quiet cores
+python -m bench.pictures stalls       # how long a step of 4,000 keeps the inspector busy; needs quiet cores
 """
 
 from __future__ import annotations
@@ -21,6 +22,21 @@ NAME = "bundled-at-300m-cost"
 CACHE = ROOT / "build" / "bench"
 SCREENS = {"wide": (1280, 900), "narrow": (390, 844)}
 PROMPT = "def quicksort(items):\n    "
+INSPECTOR = ROOT / "cluster" / "http" / "inspector.html"
+STEPS = 4000
+DRAW = """(async () => {
+  const tree = {nodes: [{status: "root", parent: null, text: " a", draft_prob: null, weight: null}],
+    tokens: [{text: " a", origin: "bonus", depth: 0}], draft_ms: null, verify_ms: 1};
+  window.busy = [];
+  for (let step = 0; step < %d; step++) {
+    await new Promise(resolve => setTimeout(resolve));
+    const begin = performance.now();
+    panes.on.add(tree); panes.on.show(); follow();
+    document.body.getBoundingClientRect();
+    busy.push(performance.now() - begin);
+  }
+})(), 0"""
+"""Draws the steps; `busy` gets the milliseconds of each, its layout included."""
 DONE = "panes.off.speeds.length === 3 && document.querySelector('#stop').disabled"
 
 
@@ -44,10 +60,22 @@ def inspector(page: Page) -> None:
         page.screenshot(IMAGES / "inspector.png")
 
 
+def stalls(page: Page) -> None:
+    """Print the median and the longest time that a step, as it would arrive from a stream, keeps the page busy."""
+    page.open(INSPECTOR.as_uri())
+    page.evaluate(DRAW % STEPS)
+    page.wait(f"busy.length === {STEPS}", seconds=600)
+    busy = sorted(page.evaluate("busy"))
+    shown = page.evaluate("document.querySelectorAll('#on .token').length")
+    print(f"{shown} steps drawn: a step takes {busy[STEPS // 2]:.1f} ms, the longest {busy[-1]:.1f} ms")
+
+
+COMMANDS = {"readme": readme, "inspector": inspector, "stalls": stalls}
+
 if __name__ == "__main__":
     path = chromium_path()
-    if sys.argv[1:] not in (["readme"], ["inspector"]) or path is None:
+    if len(sys.argv) != 2 or sys.argv[1] not in COMMANDS or path is None:
         sys.exit(__doc__ if path else "No Chromium here: install the package chromium.")
     with chromium_page(path) as page:
         page.call("Emulation.setScrollbarsHidden", hidden=True)
-        {"readme": readme, "inspector": inspector}[sys.argv[1]](page)
+        COMMANDS[sys.argv[1]](page)
