@@ -212,6 +212,35 @@ def test_a_custom_tool_gets_text(
         assert cut["status"] == "incomplete"
 
 
+CALL_OF_PATCH = f'<tool_call>{{"name": "patch", "arguments": {json.dumps({"input": EDIT})}'
+"""A call up to the end of its arguments."""
+
+
+@pytest.mark.parametrize(
+    ("written", "is_cut", "items"),
+    [
+        (f"{CALL_OF_PATCH}}}</tool_call> So", True, [(EDIT, "completed"), ("So", "incomplete")]),
+        (CALL_OF_PATCH, True, [(EDIT, "completed")]),
+        (CALL_OF_PATCH[:-1], True, [("", "incomplete")]),
+        (CALL_OF_PATCH[:-1], False, [(json.dumps({"input": EDIT})[:-1], "completed")]),
+    ],
+    ids=["text behind it is cut", "its end is cut", "its arguments are cut", "its arguments are no JSON"],
+)
+def test_each_item_of_an_answer_with_a_custom_call_has_its_own_status(
+    own: Callable[..., FakeService], tokenizer: Tokenizer, written: str, is_cut: bool, items: list[tuple[str, str]]
+) -> None:
+    asked: dict[str, Any] = {"input": "Hi", "tools": [PATCH]}
+    if is_cut:
+        asked["max_output_tokens"] = len(tokenizer.encode(written, add_special_tokens=False))
+    with own(script=writing(tokenizer, written)).http() as http:
+        answer = create(http, **asked)
+    told = [
+        (item.get("input") or item.get("content", [{"text": ""}])[0]["text"], item["status"])
+        for item in answer["output"]
+    ]
+    assert told == items
+
+
 def test_an_image_in_a_result_is_an_error_or_a_placeholder(
     http: httpx2.Client, own: Callable[..., FakeService], tokenizer: Tokenizer
 ) -> None:
@@ -326,7 +355,10 @@ def in_steps(
         [part] = item.get("content") or [{"text": item.get("arguments")}]
         named.append((item["type"], part["text"], [each["token"] for each in part.get("logprobs", [])]))
         assert told[place] == named[-1][1:]
-    return named, message_of(format, generation, chunks)
+    message = message_of(format, generation, chunks)
+    for kind, behind, text in (("message", "\n", message["content"]), ("reasoning", "", message["reasoning"])):
+        assert behind.join(own for type, own, _ in named if type == kind) == text
+    return named, message
 
 
 def message_of(format: ChatFormat, generation: Generation, chunks: list[Any]) -> dict[str, Any]:
@@ -391,7 +423,7 @@ def test_an_answer_is_the_same_in_any_two_steps_wherever_it_is_cut(
 
 
 def test_items_have_the_order_of_the_text_and_the_log_probabilities_of_their_own_tokens(tokenizer: Tokenizer) -> None:
-    text = f"<think>Hm.</think>I \n\n order. \n{CALL_OF_TEA} Done.\n{CALL_OF_TEA}"
+    text = f"<think>Hm.</think>I \n\n order. \n{CALL_OF_TEA} Done.\n{CALL_OF_TEA} A <tool"  # what may begin a call
     ids = [*tokenizer.encode(text, add_special_tokens=False), 0]
     items, message = in_steps(tokenizer, ids, [])
     assert [(kind, text) for kind, text, _ in items] == [
@@ -400,10 +432,11 @@ def test_items_have_the_order_of_the_text_and_the_log_probabilities_of_their_own
         ("function_call", '{"what": "🌳"}'),
         ("message", "Done."),
         ("function_call", '{"what": "🌳"}'),
+        ("message", "A <tool"),
     ]
     for kind, text, tokens in items:
         assert "".join(tokens).strip() == (text if kind == "message" else "")
-    assert message["content"] == "I \n\n order.\nDone." and len(message["calls"]) == 2
+    assert message["content"] == "I \n\n order.\nDone.\nA <tool" and len(message["calls"]) == 2
 
 
 def test_an_answer_whose_items_a_client_sends_back_is_one_message(
