@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def parent(tokenizer: Tokenizer) -> Iterator[TokenizerForkServer]:
 
 @pytest.fixture
 async def pool(tokenizer: Tokenizer, parent: TokenizerForkServer) -> AsyncIterator[TokenizerPool]:
-    async with TokenizerPool(tokenizer, num_workers=2, parent=parent, stuck_s=5.0) as pool:
+    async with TokenizerPool(tokenizer, num_workers=2, parent=parent) as pool:
         await pool.ready()
         yield pool
 
@@ -56,11 +56,29 @@ def workers_of(parent: int) -> list[int]:
     return [pid for pid in map(int, children) if is_running(pid)]
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
+@contextmanager
+def stopped(pids: list[int]) -> Iterator[None]:
+    """Stop these workers, which keep their jobs until they go on."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+async def begin(*jobs: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:
+    """Start these jobs: each has a worker now, or its place in the queue."""
+    tasks = [asyncio.create_task(job) for job in jobs]
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 async def render(pool: TokenizerPool, *messages: dict[str, Any], **options: Any) -> list[int]:
@@ -95,7 +113,7 @@ async def test_workers_render_what_the_tokenizer_renders() -> None:
         assert "libtorch" not in Path(f"/proc/{parent}/maps").read_text()  # five times the time and memory of the rest
         assert "Threads:\t1\n" in Path(f"/proc/{parent}/status").read_text()  # what forking needs
         pids = [parent, *workers_of(parent)]
-    assert wait_gone(pids, timeout_s=10) == []
+    assert wait_gone(pids, timeout_s=60) == []
 
 
 async def test_a_workers_prompt_error_is_raised_unchanged(pool: TokenizerPool) -> None:
@@ -124,9 +142,8 @@ async def test_the_rendered_text_is_checked_before_it_is_tokenized(pool: Tokeniz
 
 
 async def test_a_looping_template_is_killed_and_other_jobs_continue(pool: TokenizerPool, tokenizer: Tokenizer) -> None:
-    looping = [asyncio.create_task(render(pool, FOREVER)) for _ in range(4)]
-    await asyncio.sleep(0.1)
-    (ids,) = await asyncio.wait_for(pool.encode(["a"], add_special_tokens=True), 30)
+    looping = await begin(*(render(pool, FOREVER) for _ in range(4)))
+    (ids,) = await pool.encode(["a"], add_special_tokens=True)
     assert ids == tokenizer.encode("a")
     for task in looping:
         with pytest.raises(JobTooCostly, match=r"took more than 0.5 s to render, 1 s to tokenize or 256 MiB") as caught:
@@ -157,8 +174,7 @@ async def test_a_job_that_takes_too_much_memory_is_killed(tokenizer: Tokenizer) 
 async def test_a_cancelled_job_is_killed(pool: TokenizerPool) -> None:
     (parent,) = pool.pids
     before = set(workers_of(parent))
-    leaving = [asyncio.create_task(render(pool, FOREVER)) for _ in range(2)]
-    await asyncio.sleep(0.1)
+    leaving = await begin(*(render(pool, FOREVER) for _ in range(2)))
     for task in leaving:
         task.cancel()
     await asyncio.gather(*leaving, return_exceptions=True)
@@ -167,31 +183,34 @@ async def test_a_cancelled_job_is_killed(pool: TokenizerPool) -> None:
     assert await pool.encode(["a"], add_special_tokens=True)
 
 
-async def test_a_job_cancelled_in_the_queue_kills_no_worker(pool: TokenizerPool) -> None:
-    looping = [asyncio.create_task(render(pool, FOREVER)) for _ in range(2)]
-    await asyncio.sleep(0.05)
-    waiting = asyncio.create_task(pool.encode(["a"], add_special_tokens=True))
-    await asyncio.sleep(0.05)
-    waiting.cancel()
-    await asyncio.gather(waiting, *looping, return_exceptions=True)
+async def test_a_job_cancelled_in_the_queue_kills_no_worker(pool: TokenizerPool, parent: TokenizerForkServer) -> None:
+    workers = workers_of(parent.pid)
+    with stopped(workers):
+        *running, waiting = await begin(*(pool.encode(["a"], add_special_tokens=True) for _ in range(3)))
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    await asyncio.gather(*running)
     assert await asyncio.gather(*(pool.encode(["a"], add_special_tokens=True) for _ in range(20)))
+    assert workers_of(parent.pid) == workers
 
 
-async def test_the_queue_is_bounded(pool: TokenizerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_queue_is_bounded(
+    pool: TokenizerPool, parent: TokenizerForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cluster.text.tokenizer_pool, "MAX_WAITING", 3)
     monkeypatch.setattr(cluster.text.tokenizer_pool, "MAX_WAITING_BYTES", 10_000)
-    looping = [asyncio.create_task(render(pool, FOREVER)) for _ in range(2)]
-    await asyncio.sleep(0.1)
-    large = [asyncio.create_task(pool.encode(["a" * 9000], add_special_tokens=True))]
-    await asyncio.sleep(0.01)
-    with pytest.raises(TokenizerPoolFull, match="1 requests wait"):
-        await pool.encode(["a" * 9000], add_special_tokens=True)
-    small = [asyncio.create_task(pool.encode(["a"], add_special_tokens=True)) for _ in range(2)]
-    await asyncio.sleep(0.01)
-    with pytest.raises(TokenizerPoolFull, match="3 requests wait"):
-        await pool.encode(["a"], add_special_tokens=True)
-    await asyncio.gather(*looping, return_exceptions=True)
-    assert len(await asyncio.gather(*large, *small)) == 3
+
+    def encode(text: str) -> Coroutine[Any, Any, Any]:
+        return pool.encode([text], add_special_tokens=True)
+
+    with stopped(workers_of(parent.pid)):
+        accepted = await begin(encode("a"), encode("a"), encode("a" * 9000))  # two run
+        with pytest.raises(TokenizerPoolFull, match="1 requests wait"):
+            await encode("a" * 9000)
+        accepted += await begin(encode("a"), encode("a"))
+        with pytest.raises(TokenizerPoolFull, match="3 requests wait"):
+            await encode("a")
+    assert all(await asyncio.gather(*accepted))
 
 
 # How they end
@@ -211,15 +230,14 @@ async def test_a_killed_fork_server_is_restarted(tokenizer: Tokenizer) -> None:
     async with TokenizerPool(tokenizer, num_workers=2, limits=JobLimits(render_s=60.0)) as pool:
         await pool.ready()
         (first,) = pool.pids
-        caught = asyncio.create_task(render(pool, FOREVER))
-        await asyncio.sleep(0.2)
+        (caught,) = await begin(render(pool, FOREVER))
         os.kill(first, signal.SIGKILL)
         with pytest.raises(TokenizerPoolDown):
             await caught
         assert pool.health() == (False, "the tokenizing workers do not run: they were lost")
         with pytest.raises(TokenizerPoolDown, match="do not run"):
             await pool.encode(["a"], add_special_tokens=True)
-        await until(lambda: pool.health().ok, 60)
+        await until(lambda: pool.health().ok)
         assert await asyncio.gather(*(pool.encode(["a"], add_special_tokens=True) for _ in range(4)))
         assert pool.pids != [first]
 
@@ -237,14 +255,10 @@ async def test_a_fork_server_that_cannot_start_raises_an_error(tmp_path: Path, t
 async def test_stuck_workers_are_unhealthy(tokenizer: Tokenizer, parent: TokenizerForkServer) -> None:
     async with TokenizerPool(tokenizer, num_workers=2, parent=parent, stuck_s=0.3) as pool:
         await pool.ready()
-        stopped = workers_of(parent.pid)
-        for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
-        waiting = [asyncio.create_task(pool.encode(["a"], add_special_tokens=True)) for _ in range(3)]
-        await until(lambda: not pool.health().ok)
-        assert "the tokenizing workers are stuck: 3 jobs" in pool.health().reason
-        for pid in stopped:
-            os.kill(pid, signal.SIGCONT)
+        with stopped(workers_of(parent.pid)):
+            waiting = await begin(*(pool.encode(["a"], add_special_tokens=True) for _ in range(3)))
+            await until(lambda: not pool.health().ok)
+            assert "the tokenizing workers are stuck: 3 jobs" in pool.health().reason
         await asyncio.gather(*waiting)
         assert pool.health().ok
         await asyncio.sleep(0.5)
