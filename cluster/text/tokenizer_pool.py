@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import pickle
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -61,7 +63,7 @@ class TokenizerForkServer(ForkServer):
 
     def __init__(self, tokenizer: Tokenizer, limits: JobLimits) -> None:
         self.limits = limits
-        arguments = [tokenizer.path, tokenizer.revision or "", limits.to_json()]
+        arguments = [tokenizer.path, tokenizer.revision or "", json.dumps(asdict(limits))]
         super().__init__(arguments, _environment(), module="cluster.text.tokenizer_worker")
 
     def wait_loaded(self) -> None:
@@ -84,20 +86,14 @@ class TokenizerForkServer(ForkServer):
                 raise
 
 
+@dataclass(frozen=True, slots=True)
 class _Worker:
     """The service's handle of one worker."""
 
-    def __init__(
-        self,
-        parent: TokenizerForkServer,
-        process: ForkedProcess,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
-        self.parent = parent
-        self._process = process
-        self._reader = reader
-        self._writer = writer
+    parent: TokenizerForkServer
+    _process: ForkedProcess
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
 
     @classmethod
     async def forked(cls, parent: TokenizerForkServer) -> Self:
@@ -240,10 +236,7 @@ class TokenizerPool:
             self._replace(worker)
             if worker.parent.is_down:
                 raise TokenizerPoolDown("the tokenizing workers were lost; try again") from None
-            if method == "grammar":
-                message = f"{param}: {self._grammar_too_costly()}"
-                raise JobTooCostly(message, param=param, code="grammar_too_costly") from None
-            raise JobTooCostly(self._too_costly(), param=param, code="prompt_too_costly") from None
+            raise self._too_costly(method, param) from None
         except BaseException:  # the client disconnected
             self._replace(worker)
             raise
@@ -334,19 +327,14 @@ class TokenizerPool:
         await asyncio.shield(asyncio.gather(*forking))
         self._last_end = time.monotonic()
 
-    def _too_costly(self) -> str:
-        limits = self._limits
-        return (
-            f"this prompt took more than {limits.render_s:g} s to render, {limits.tokenize_s:g} s to tokenize or "
-            f"{limits.memory_bytes >> 20} MiB of memory; shorten it"
-        )
-
-    def _grammar_too_costly(self) -> str:
-        limits = self._limits
-        return (
-            f"it took more than {limits.grammar_s:g} s, {limits.memory_bytes >> 20} MiB of memory or "
-            f"{GRAMMAR_STACK_BYTES >> 20} MiB of stack to compile; simplify it"
-        )
+    def _too_costly(self, method: str, param: str) -> JobTooCostly:
+        limits, memory = self._limits, f"{self._limits.memory_bytes >> 20} MiB of memory"
+        if method == "grammar":
+            limit = f"{limits.grammar_s:g} s, {memory} or {GRAMMAR_STACK_BYTES >> 20} MiB of stack"
+            message = f"{param}: it took more than {limit} to compile; simplify it"
+            return JobTooCostly(message, param=param, code="grammar_too_costly")
+        limit = f"{limits.render_s:g} s to render, {limits.tokenize_s:g} s to tokenize or {memory}"
+        return JobTooCostly(f"this prompt took more than {limit}; shorten it", param=param, code="prompt_too_costly")
 
 
 def _environment() -> dict[str, str]:

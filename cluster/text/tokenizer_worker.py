@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -54,15 +54,6 @@ class JobLimits:
     memory_bytes: int = 1 << 30
     """In addition to the tokenizer itself. A megabyte of text needs up to 220 MB."""
 
-    def to_json(self) -> str:
-        """Return the limits as JSON, for a command line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> JobLimits:
-        """Read what `to_json` wrote."""
-        return cls(**json.loads(text))
-
 
 def main(control: socket.socket, path: str, revision: str | None, limits: JobLimits) -> None:
     """Run the fork server: load the tokenizer, then fork workers until the socket closes."""
@@ -78,8 +69,11 @@ def _work(service: socket.socket, jobs: _Jobs, memory_bytes: int) -> int:
     max_bytes = _address_space() + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # an allocation that fails in Rust aborts the process
-    while (frame := receive_frame(service)) is not None:
-        send_frame(service, msgpack.packb(_reply(jobs, frame), unicode_errors="surrogatepass"))
+    with service.makefile("rwb") as stream:
+        while head := stream.read(LENGTH.size):
+            reply = msgpack.packb(_reply(jobs, stream.read(*LENGTH.unpack(head))), unicode_errors="surrogatepass")
+            stream.write(LENGTH.pack(len(reply)) + reply)
+            stream.flush()
     return 0
 
 
@@ -161,43 +155,14 @@ def _on_small_stack(function: Callable[[], str]) -> str:
         return executor.submit(function).result()
 
 
-def send_frame(to: socket.socket, payload: bytes) -> None:
-    """Send one frame: its length, then its bytes."""
-    to.sendall(LENGTH.pack(len(payload)) + payload)
-
-
-def receive_frame(source: socket.socket) -> bytes | None:
-    """Return the next frame, or None if the other end has closed the socket."""
-    if (head := _receive(source, LENGTH.size)) is None:
-        return None
-    return _receive(source, LENGTH.unpack(head)[0])
-
-
-def _receive(source: socket.socket, size: int) -> bytes | None:
-    data = bytearray(size)
-    view, filled = memoryview(data), 0
-    while filled < size:
-        if (received := source.recv_into(view[filled:])) == 0:
-            return None
-        filled += received
-    return bytes(data)
-
-
 def _address_space() -> int:
     """Return the size of this process's address space in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def _hide(package: str) -> None:
-    """Make a package look like it is not installed.
-
-    transformers imports torch if it can, which takes five times the time and memory of everything else together.
-    """
-    sys.modules[package] = None  # type: ignore[assignment]  # documented: None raises ModuleNotFoundError
-
-
 if __name__ == "__main__":
-    _hide("torch")
+    # transformers imports torch if it can, which takes five times the time and memory of everything else together.
+    sys.modules["torch"] = None  # type: ignore[assignment]  # documented: None raises ModuleNotFoundError
     _fd, _path, _revision, _limits = sys.argv[1:]
-    main(socket.socket(fileno=int(_fd)), _path, _revision or None, JobLimits.from_json(_limits))
+    main(socket.socket(fileno=int(_fd)), _path, _revision or None, JobLimits(**json.loads(_limits)))
