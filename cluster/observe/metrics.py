@@ -69,7 +69,7 @@ _FINISH_REASONS = ("stop", "length", "abort", "error")
 _METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestTimes:
     """When a request got how far, in seconds since its arrival; None = it did not.
 
@@ -82,7 +82,7 @@ class RequestTimes:
     """It joined the running batch."""
     first_token: float | None = None
     last_token: float | None = None
-    end: float
+    end: float = 0.0
 
 
 class Description(NamedTuple):
