@@ -52,5 +52,18 @@ def is_nested(value: Any, levels: int) -> bool:
     return bool(found)
 
 
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield the keys of a JSON value's objects, and all that is neither an object nor a list, in any order."""
+    pending = [value]
+    while pending:
+        match pending.pop():
+            case dict() as fields:
+                pending += [*fields.keys(), *fields.values()]
+            case list() as items:
+                pending += items
+            case leaf:
+                yield leaf
+
+
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request
 
 from cluster.errors import BadRequest
-from secateur.jsonl import MAX_LEVELS, is_nested
+from secateur.jsonl import MAX_LEVELS, is_nested, leaves
 
 _HALF = re.compile("[\ud800-\udfff]")
 _MAY_BE_HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|\0")
@@ -41,13 +41,4 @@ async def check_json(request: Request) -> None:
 
 
 def _has_half(value: Any) -> bool:
-    pending = [value]
-    while pending:
-        match pending.pop():
-            case str() as text if _HALF.search(text):
-                return True
-            case dict() as fields:
-                pending += [*fields.keys(), *fields.values()]
-            case list() as items:
-                pending += items
-    return False
+    return any(isinstance(leaf, str) and _HALF.search(leaf) for leaf in leaves(value))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from cluster.errors import PromptError
 from cluster.text.tool_calls import taught
+from secateur.jsonl import leaves
 from secateur.requests import ROLES
 
 _MAX_QUOTED_CHARS = 64  # of what a client sent, in an error message
@@ -60,19 +61,7 @@ class TextLimit(NamedTuple):
 
 def text_size(value: Any) -> int:
     """Count the characters of all strings and keys in a JSON value; every other scalar counts as one."""
-    size, pending = 0, [value]
-    while pending:
-        match pending.pop():
-            case str() as text:
-                size += len(text)
-            case dict() as fields:
-                pending += fields.keys()
-                pending += fields.values()
-            case list() as items:
-                pending += items
-            case _:
-                size += 1
-    return size
+    return sum(len(leaf) if isinstance(leaf, str) else 1 for leaf in leaves(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +103,11 @@ class Tokenizer:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
         # The Rust tokenizer decodes a ten-token window in 2 us, its Python wrapper in 30 us.
         self._fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)
-        self._special = _special_ids(self._tokenizer, self._fast)
+        if self._fast is None:
+            self._special = frozenset(self._tokenizer.all_special_ids)
+        else:
+            added = self._fast.get_added_tokens_decoder().items()
+            self._special = frozenset(id for id, token in added if token.special)
         decoder = getattr(self._fast, "decoder", None)
         self._has_byte_fallback = decoder is not None and decoder.decode(["<0xC3>", "<0xA9>"]) == "é"
         self._texts: dict[int, TokenText] = {}  # a cache, bounded by the vocabulary
@@ -133,11 +126,6 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         """The tokenizer's own end-of-text token."""
         return self._tokenizer.eos_token_id
-
-    @property
-    def has_chat_template(self) -> bool:
-        """True if conversations can be rendered."""
-        return bool(self._tokenizer.chat_template)
 
     @cached_property
     def template_source(self) -> str:
@@ -255,7 +243,7 @@ class Tokenizer:
 
         Raises PromptError for messages that the template rejects and for reserved variables.
         """
-        if not self.has_chat_template:
+        if not self._tokenizer.chat_template:
             raise PromptError("this model has no chat template; use /v1/completions", param="messages")
         if chat.variables:
             self.check_template_variables(chat.variables)
@@ -290,16 +278,13 @@ class Tokenizer:
         """
         for number, message in enumerate(messages):
             role = message["role"]
-            if role not in ROLES and not self._template_quotes(role):
+            if role not in ROLES and not any(f"{quote}{role}{quote}" in self.template_source for quote in "'\""):
+                shown = repr(role if len(role) <= _MAX_QUOTED_CHARS else role[:_MAX_QUOTED_CHARS] + "...")
                 raise PromptError(
-                    f"messages.{number}.role: {_shorten(role)} is unknown to this model's chat template; write "
+                    f"messages.{number}.role: {shown} is unknown to this model's chat template; write "
                     f"{', '.join(ROLES[:-1])} or {ROLES[-1]}",
                     param="messages",
                 )
-
-    def _template_quotes(self, word: str) -> bool:
-        """Return True if the chat template contains this word as a string literal."""
-        return any(f"{quote}{word}{quote}" in self.template_source for quote in "'\"")
 
 
 def _plain(value: Any) -> Any:
@@ -315,16 +300,6 @@ def _plain(value: Any) -> Any:
             return [_plain(item) for item in value]
         case _:
             return getattr(value, "content", None)  # a special token is written as its text
-
-
-def _shorten(text: str) -> str:
-    return repr(text if len(text) <= _MAX_QUOTED_CHARS else text[:_MAX_QUOTED_CHARS] + "...")
-
-
-def _special_ids(tokenizer: Any, fast: Any) -> frozenset[int]:
-    if fast is None:
-        return frozenset(tokenizer.all_special_ids)
-    return frozenset(id for id, token in fast.get_added_tokens_decoder().items() if token.special)
 
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
