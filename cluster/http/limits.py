@@ -240,7 +240,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if is_body:  # the application already handles this request and must not send a second response
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.transport.write(_raw_response(error))
+        body = error.body.model_dump_json().encode()
+        head = (
+            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -255,13 +260,3 @@ def _error(status: int, message: str, code: str) -> HttpError:
 
 def _not_http() -> HttpError:
     return _error(400, "this is not an HTTP/1.1 request", "malformed_request")
-
-
-def _raw_response(error: HttpError) -> bytes:
-    """Return the HTTP response, head and body, that closes the connection."""
-    body = error.body.model_dump_json().encode()
-    head = (
-        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-    )
-    return head.encode() + body

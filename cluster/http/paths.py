@@ -5,6 +5,8 @@ That is behind a proxy's prefix, with a trailing slash, or as HEAD.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 ADMITTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/tokenize")
@@ -17,6 +19,7 @@ def path_of(scope: Scope) -> str:
     return path.removeprefix(scope.get("root_path", ""))
 
 
+@dataclass(frozen=True, slots=True)
 class PathMiddleware:
     """Gives the router the path that a route has.
 
@@ -26,31 +29,19 @@ class PathMiddleware:
     - HEAD becomes GET. The server sends no body, because its own copy of the scope still says HEAD.
     """
 
-    def __init__(self, app: ASGIApp, root_path: str = "") -> None:
-        self._app = app
-        self._root_path = root_path
+    app: ASGIApp
+    root_path: str = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
         if scope["type"] == "http":
-            scope = {**scope, **self._changes(scope)}
-        await self._app(scope, receive, send)
-
-    def _changes(self, scope: Scope) -> dict[str, str]:
-        server_root = scope.get("root_path", "").rstrip("/")
-        root, path = self._root_path or server_root, scope["path"]
-        for prefix in (server_root, self._root_path):
-            path = _without(prefix, path)
-        if path:  # else the prefix alone: the router redirects to the prefix with a slash, as relative links need
-            path = path.rstrip("/") or "/"
-        return {
-            "root_path": root,
-            "path": root + path,
-            "method": "GET" if scope["method"] == "HEAD" else scope["method"],
-        }
-
-
-def _without(prefix: str, path: str) -> str:
-    """Remove a prefix that ends where a part of the path ends."""
-    rest = path.removeprefix(prefix)
-    return rest if not rest or rest.startswith("/") else path
+            server_root = scope.get("root_path", "").rstrip("/")
+            root, path = self.root_path or server_root, scope["path"]
+            for prefix in (server_root, self.root_path):
+                rest = path.removeprefix(prefix)
+                path = rest if not rest or rest.startswith("/") else path  # a prefix ends where a part of the path ends
+            if path:  # else the prefix alone: the router redirects to the prefix with a slash, as relative links need
+                path = path.rstrip("/") or "/"
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]
+            scope = {**scope, "root_path": root, "path": root + path, "method": method}
+        await self.app(scope, receive, send)
