@@ -54,6 +54,18 @@ Content = Annotated[
 ]
 
 
+_ITEMS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "message": ("msg", ("role", "content")),
+    "function_call": ("fc", ("call_id", "name", "arguments")),
+    "function_call_output": ("fco", ("call_id", "output")),
+    "custom_tool_call": ("ctc", ("call_id", "name", "input")),
+    "custom_tool_call_output": ("fco", ("call_id", "output")),
+    "reasoning": ("rs", ()),
+    "item_reference": ("", ("id",)),
+}
+"""Type of an item -> what its id begins with, and the fields that it needs."""
+
+
 class InputItem(Body):
     """A message, an earlier call, its result, earlier reasoning, which is left out, or the id of a stored item."""
 
@@ -86,15 +98,7 @@ class InputItem(Body):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        needed = {
-            "message": ("role", "content"),
-            "function_call": ("call_id", "name", "arguments"),
-            "function_call_output": ("call_id", "output"),
-            "custom_tool_call": ("call_id", "name", "input"),
-            "custom_tool_call_output": ("call_id", "output"),
-            "reasoning": (),
-            "item_reference": ("id",),
-        }[self.type]
+        _, needed = _ITEMS[self.type]
         if missing := [name for name in needed if getattr(self, name) is None]:
             raise wrong(missing[0], f"is missing; an item of the type {self.type!r} needs it")
         return self
@@ -269,17 +273,12 @@ class ResponsesRequest(SamplingOptions):
         """Return the body of the chat that answers this request after `history`."""
         first = [{"role": "system", "content": self.instructions}] if self.instructions is not None else []
         body: dict[str, Any] = {
-            "model": self.model,
             "messages": [*first, *history, *self.messages()],
-            "stream": self.stream,
             "max_completion_tokens": self.max_output_tokens,
             "logprobs": self.has_logprobs,
             "top_logprobs": self.top_logprobs if self.has_logprobs else None,
-            "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "include_reasoning": self.include_reasoning,
-            **self.model_dump(include=set(SamplingOptions.model_fields), exclude_unset=True, by_alias=True),
+            **self.model_dump(include=_AS_IN_CHATS, exclude_unset=True, by_alias=True),
         }
         if self.tools:
             body["tools"] = [tool.chat_tool() for tool in self.tools]
@@ -314,6 +313,10 @@ class ResponsesRequest(SamplingOptions):
         return sorted([*(name for name in super().ignored() if name not in _UNSUPPORTED), *unread])
 
 
+_AS_IN_CHATS = {
+    *SamplingOptions.model_fields,
+    *("model", "stream", "parallel_tool_calls", "chat_template_kwargs", "include_reasoning"),
+}
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "background": (False, "responses in the background are not implemented"),
     "conversation": (None, "conversations are not implemented; write previous_response_id"),
@@ -515,24 +518,17 @@ class ListedItem(Listed):
     @classmethod
     def of(cls, item: InputItem) -> Self:
         """Return an item whose reference, if it was one, has been resolved. One without an id gets a new one."""
-        match item.type:
-            case "message":
-                kind = "output_text" if item.role == "assistant" else "input_text"
-                content = [{"type": kind, "text": _text(item.content)}]
-                return cls(id=item.id or new_id("msg"), type=item.type, role=item.role, content=content)
-            case "function_call":
-                id, name, arguments = item.id or new_id("fc"), item.name, item.arguments
-                return cls(id=id, type=item.type, call_id=item.call_id, name=name, arguments=arguments)
-            case "custom_tool_call":
-                id = item.id or new_id("ctc")
-                return cls(id=id, type=item.type, call_id=item.call_id, name=item.name, input=item.input)
-            case "function_call_output" | "custom_tool_call_output":
-                id = item.id or new_id("fco")
-                return cls(id=id, type=item.type, call_id=item.call_id, output=_text(item.output))
-            case "reasoning":
-                return cls(id=item.id or new_id("rs"), type=item.type, summary=[])
-            case "item_reference":
-                raise AssertionError(f"item {item.id!r} has not been looked up")
+        assert item.type != "item_reference", f"item {item.id!r} has not been looked up"
+        prefix, names = _ITEMS[item.type]
+        fields: dict[str, Any] = {name: getattr(item, name) for name in names}
+        if item.type == "message":
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            fields["content"] = [{"type": kind, "text": _text(item.content)}]
+        elif item.type == "reasoning":
+            fields["summary"] = []
+        elif "output" in fields:
+            fields["output"] = _text(item.output)
+        return cls(id=item.id or new_id(prefix), type=item.type, **fields)
 
 
 class InputItems(ObjectList[ListedItem]):

@@ -109,15 +109,13 @@ class StructuredOutputs(Body):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        if len(self._given()) != 1:
-            given = " and ".join(self._given()) or "none"
-            message = f"give exactly one of json, regex, choice, grammar and json_object=true (got {given})"
+        values = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        given = [name for name, value in values.items() if value is not None] + ["json_object"] * self.json_object
+        if len(given) != 1:
+            told = " and ".join(given) or "none"
+            message = f"give exactly one of json, regex, choice, grammar and json_object=true (got {told})"
             raise ConfigError(Problem("", message))
         return self
-
-    def _given(self) -> list[str]:
-        values = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
-        return [name for name, value in values.items() if value is not None] + ["json_object"] * self.json_object
 
     @property
     def structure(self) -> Structure:
