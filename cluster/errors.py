@@ -8,27 +8,27 @@ RETRY_WHEN_DOWN_S = 10
 """Replacing a replica takes about this long."""
 
 
-class BadRequest(ValueError):
-    """The service cannot serve this request; `param` is the offending field. Becomes a 400."""
-
-    def __init__(self, message: str, *, param: str | None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
-
-
-class PromptError(BadRequest):
-    """The prompt cannot be tokenized: invalid Unicode, too long a text, or messages that the chat template rejects."""
-
-
 class HttpError(Exception):
-    """An error response with its status. Routes raise it; the exception handlers in `middleware` send it."""
+    """An error response with its status. Routes raise it; `http.error_handlers` sends it."""
 
     def __init__(self, status: int, body: ErrorResponse, *, retry_after_s: int | None = None) -> None:
         super().__init__(body.error.message)
         self.status = status
         self.body = body
         self.retry_after_s = retry_after_s
+
+
+class BadRequest(HttpError):
+    """The service cannot serve this request; `param` is the offending field. Becomes a 400."""
+
+    def __init__(self, message: str, *, param: str | None, code: str | None = None) -> None:
+        super().__init__(400, ErrorResponse.of(message, param=param, code=code))
+        self.param = param
+        self.code = code
+
+
+class PromptError(BadRequest):
+    """The prompt cannot be tokenized: invalid Unicode, too long a text, or messages that the chat template rejects."""
 
 
 def not_found(message: str, *, code: str | None = None, param: str | None = None) -> HttpError:

@@ -123,8 +123,6 @@ class OfflineEngine:
             body = service.accept(body)
             with service.ticket(body) as ids:
                 return await service.prepare(body, await service.tokenize(body), head, ids), head
-        except BadRequest as error:
-            raise ConfigError(Problem(error.param or "", str(error))) from None
         except HttpError as error:
             if error.status == 503:
                 raise ServiceUnavailableError(error.body.error.message) from None

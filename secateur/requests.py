@@ -31,7 +31,7 @@ from secateur.bodies import (
 from secateur.errors import ConfigError
 from secateur.sampling import AnswerFormat, GenerationOptions, NumLogprobs, NumTokens, TokenId, Truncation
 from secateur.schema import problems_of
-from secateur.tools import CALLED_TYPES, MAX_TOOLS, AllowedTools, Tool, ToolChoice, ToolFunction, calls_of
+from secateur.tools import CALLED_TYPES, MAX_TOOLS, AllowedTools, Tool, ToolChoice, calls_of
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat runs to the end of the context
 GREEDY_BELOW = 1e-5
@@ -459,11 +459,6 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
         return {name: tool for name, tool in known.items() if name in names}
 
     @property
-    def functions(self) -> list[ToolFunction]:
-        """Return what the model is told of the tools that it may call."""
-        return [function for tool in self.offered.values() if (function := tool.called) is not None]
-
-    @property
     def calls(self) -> Literal["none", "auto", "required", "named"]:
         """Return whether the answer calls tools."""
         if not self.offered:
@@ -491,7 +486,8 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
         if self.called_tool is not None and (function := self.offered[self.called_tool].called) is not None:
             return Structure("json", function.schema_of_arguments, "tools", "usual")
         if self.calls == "required":
-            return calls_of(self.functions, parallel=self.parallel_tool_calls)
+            functions = [function for tool in self.offered.values() if (function := tool.called) is not None]
+            return calls_of(functions, parallel=self.parallel_tool_calls)
         return super().structure
 
     def unsupported(self) -> list[Unsupported]:

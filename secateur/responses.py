@@ -21,8 +21,6 @@ from pydantic import (
     model_serializer,
 )
 
-from secateur.bodies import Unsupported
-
 IGNORED_HEADER = "x-secateur-ignored"
 REQUEST_ID_HEADER = "x-request-id"
 LAST_EVENT_ID_HEADER = "last-event-id"
@@ -497,9 +495,3 @@ class ErrorResponse(Response):
         # Quoted request text may hold a lone surrogate, which UTF-8 cannot encode.
         message = message.encode("utf-8", "backslashreplace").decode()
         return cls(error=ErrorDetail(message=message, type=type, param=param, code=code))
-
-    @classmethod
-    def from_unsupported(cls, found: list[Unsupported]) -> Self:
-        """Return a 400 body that names every parameter in `found`, which must not be empty."""
-        message = "; ".join(f"{param}: {why}" for param, why in found)
-        return cls.of(message, param=found[0].param, code="unsupported_parameter")

@@ -55,7 +55,7 @@ def add_error_handlers(app: FastAPI, on_rejected: Callable[[], None]) -> None:
             on_rejected()
         return error_response(http_error)
 
-    for kind in (HttpError, BadRequest, TokenizerPoolFull, TokenizerPoolDown, EngineDead, GenerationFailed):
+    for kind in (HttpError, TokenizerPoolFull, TokenizerPoolDown, EngineDead, GenerationFailed):
         app.add_exception_handler(kind, known)
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _starlette_error)
@@ -78,36 +78,23 @@ async def _starlette_error(request: Request, error: Exception) -> Response:
 async def _invalid_body(request: Request, error: Exception) -> Response:
     """Handle a body or a query that fails validation: OpenAI's 400 instead of FastAPI's 422."""
     assert isinstance(error, RequestValidationError)
-    if error.errors()[0]["loc"][0] == "query":  # a request that has no body
-        return _invalid_fields(error)
-    content_type = request.headers.get("content-type", "")
-    if "json" not in content_type.lower():
-        message = f"send the body as JSON, with Content-Type: application/json (got {content_type or 'none'!r})"
-        return error_response(HttpError(400, ErrorResponse.of(message)))
-    if problem_with_body := _no_object(error):
-        return error_response(HttpError(400, ErrorResponse.of(problem_with_body)))
-    return _invalid_fields(error)
-
-
-def _invalid_fields(error: RequestValidationError) -> Response:
-    # `problems_of` uses `errors()` alone, which both exception classes have.
-    found = problems_of(cast(ValidationError, error), Speculative.model_fields)
-    problems = [_without_body(problem) for problem in found]
-    param = re.split(r"[.:]", problems[0].field or problems[0].message)[0]
-    message = "; ".join(dict.fromkeys(map(str, problems)))
-    return error_response(HttpError(400, ErrorResponse.of(message, param=param if param.isidentifier() else None)))
-
-
-def _no_object(error: RequestValidationError) -> str | None:
-    """Return the message for a body that is not a JSON object, None for one that is."""
-    match error.errors()[0]:
+    first, content_type, param = error.errors()[0], request.headers.get("content-type", ""), None
+    match first:
+        case {"loc": ("body", *_)} if "json" not in content_type.lower():
+            message = f"send the body as JSON, with Content-Type: application/json (got {content_type or 'none'!r})"
         case {"type": "json_invalid", "loc": (_, place), "ctx": {"error": why}}:
-            return f"the body is not JSON: {why} at character {place}"
+            message = f"the body is not JSON: {why} at character {place}"
         case {"type": "missing", "loc": ("body",)}:
-            return "the body is empty; send a JSON object"
+            message = "the body is empty; send a JSON object"
         case {"type": "model_attributes_type", "loc": ("body",)}:
-            return "the body must be a JSON object, {...}"
-    return None
+            message = "the body must be a JSON object, {...}"
+        case _:
+            # `problems_of` uses `errors()` alone, which both exception classes have.
+            found = problems_of(cast(ValidationError, error), Speculative.model_fields)
+            problems = [_without_body(problem) for problem in found]
+            message = "; ".join(dict.fromkeys(map(str, problems)))
+            param = re.split(r"[.:]", problems[0].field or problems[0].message)[0]
+    return error_response(BadRequest(message, param=param if param and param.isidentifier() else None))
 
 
 def _without_body(problem: Problem) -> Problem:

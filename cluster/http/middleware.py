@@ -46,6 +46,7 @@ def is_protected(path: str) -> bool:
     return f"{path}/".startswith(PROTECTED)
 
 
+@dataclass(frozen=True, slots=True)
 class Observer:
     """Gives each request its id, `request.state.request_id`, and reports how it was answered.
 
@@ -54,15 +55,14 @@ class Observer:
     without a traceback. `PathMiddleware` comes before it: it sees the paths and methods of routes.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, *, echoes_id: bool) -> None:
-        self._app = app
-        self._metrics = metrics
-        self._echoes_id = echoes_id
+    app: ASGIApp
+    metrics: Metrics
+    echoes_id: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         headers, path, is_clients = Headers(scope=scope), path_of(scope), IN_PROCESS not in scope
         request_id = scope.setdefault("state", {})["request_id"] = request_id_of(headers)
@@ -81,18 +81,18 @@ class Observer:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if self._echoes_id:
+                if self.echoes_id:
                     MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
             await send(message)
 
         if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
             message = f"the body is compressed ({encoding[:32]!r}); send it as it is, without Content-Encoding"
-            refused = to_http_error(BadRequest(message, param=None, code="unsupported_encoding"))
+            refused = BadRequest(message, param=None, code="unsupported_encoding")
             await error_response(refused)(scope, receive, observed)
             return
         try:
-            with self._metrics.client_request() if is_clients and is_protected(path) else nullcontext():
-                await self._app(scope, receive_limited, observed)
+            with self.metrics.client_request() if is_clients and is_protected(path) else nullcontext():
+                await self.app(scope, receive_limited, observed)
         except Exception as error:
             if status:
                 raise
@@ -102,7 +102,7 @@ class Observer:
                 # Set by the router. Of the requests that end before it, such as those without a key, only these are
                 # named.
                 handler = getattr(scope.get("route"), "path", path if path in ADMITTED else "none")
-                self._metrics.observe_http(scope["method"], handler, status or 500, time.perf_counter() - began)
+                self.metrics.observe_http(scope["method"], handler, status or 500, time.perf_counter() - began)
 
 
 class Gate:

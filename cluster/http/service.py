@@ -14,7 +14,7 @@ from fastapi import Request
 
 from cluster.batches.service import BatchService
 from cluster.engine.engine_client import EngineClient, Health
-from cluster.errors import BadRequest, HttpError, not_found
+from cluster.errors import BadRequest, not_found
 from cluster.http import middleware
 from cluster.http.admission import Admission
 from cluster.http.api_keys import ApiKeys
@@ -45,7 +45,6 @@ from secateur.requests import (
 from secateur.responses import (
     IDEMPOTENCY_HEADER,
     LAST_EVENT_ID_HEADER,
-    ErrorResponse,
     ModelCard,
 )
 from secateur.responses_api import ResponsesRequest
@@ -160,8 +159,8 @@ class Service:
     def limits(self) -> RequestLimits:
         """The running engine's limits; it may have less room than its configuration asked for."""
         ready = self.engine.ready
-        return RequestLimits.of(
-            self.config,
+        return RequestLimits(
+            config=self.config,
             max_model_len=ready.max_model_len if ready else self.config.max_model_len,
             vocab_size=ready.vocab_size if ready else self.tokenizer.vocab_size,
             default_max_tokens=self.sampling_defaults.get("max_tokens"),
@@ -200,17 +199,15 @@ class Service:
         """Raise HttpError for another model (404) and for valid parameters that are not implemented (400)."""
         self.check_model(body.model)
         if found := body.unsupported():
-            raise HttpError(400, ErrorResponse.from_unsupported(found))
-        if (parts := body.unread_parts) and self._mode_of(body) == "error":
+            message = "; ".join(f"{param}: {why}" for param, why in found)
+            raise BadRequest(message, param=found[0].param, code="unsupported_parameter")
+        mode: UnsupportedContent | None = getattr(body, "unsupported_content", None)
+        if (parts := body.unread_parts) and (mode or self.unsupported_content) == "error":
             raise BadRequest(
                 f'{parts[0]}: nothing but text is understood; write {{"type": "text", "text": ...}}, or '
                 'unsupported_content="placeholder", which tells the model that something was left out',
                 param=parts[0].partition(".")[0],
             )
-
-    def _mode_of(self, body: object) -> UnsupportedContent:
-        mode: UnsupportedContent | None = getattr(body, "unsupported_content", None)
-        return mode or self.unsupported_content
 
     @property
     def model_id(self) -> str:
@@ -341,7 +338,7 @@ class Service:
         if (structure := body.structure) is not None:
             grammar = await self.tokenizer_pool.grammar(
                 structure._replace(closes_objects=body.closes_objects),
-                end_token_ids=limits.eos_token_ids,
+                end_token_ids=self.config.eos_token_ids,
                 vocab_size=limits.vocab_size,
             )
         seeds = head.resumed.origin.seeds if head.resumed else self.seeds.draw(len(prompts), head.idempotency_key)
@@ -354,7 +351,7 @@ class Service:
                 stop=body.stop_strings,
                 include_stop=body.include_stop_str_in_output,
                 skip_special_tokens=skip_special_tokens,
-                reasoning=self.answers.counter(body, submit.prompt, skip_special_tokens=skip_special_tokens),
+                reasoning=self.answers.counter(body, submit.prompt),
                 scores_all=body.return_token_ids,
                 is_empty=body.max_output_tokens == 0,
             )

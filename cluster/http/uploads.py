@@ -6,7 +6,7 @@ import asyncio
 import shutil
 from http import HTTPStatus
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from fastapi import Request
 from pydantic import ValidationError
@@ -68,7 +68,8 @@ async def receive_upload(request: Request, draft: Path) -> Upload:
         raise _no_form(error.detail) from None
     try:
         upload, file = _checked(form)
-        await asyncio.to_thread(_copy, file.file, draft)
+        with draft.open("wb") as target:
+            await asyncio.to_thread(shutil.copyfileobj, file.file, target)
     finally:
         await form.close()
     return upload
@@ -107,19 +108,13 @@ def _checked(form: FormData) -> tuple[Upload, UploadFile]:
     return Upload(filename[:MAX_NAME_CHARS], _expires_s(fields)), file
 
 
-def _copy(source: BinaryIO, draft: Path) -> None:
-    with draft.open("wb") as file:
-        shutil.copyfileobj(source, file)
-
-
 def _expires_s(fields: dict[str, str]) -> int | None:
-    given = {"anchor": fields.get(_ANCHOR), "seconds": fields.get(_SECONDS)}
-    if given == {"anchor": None, "seconds": None}:
+    if _ANCHOR not in fields and _SECONDS not in fields:
         return None
-    seconds = given["seconds"]
-    number = int(seconds) if seconds is not None and seconds.isdecimal() and len(seconds) < 16 else seconds
+    seconds = fields.get(_SECONDS, "")
+    number = int(seconds) if seconds.isdecimal() and len(seconds) < 16 else fields.get(_SECONDS)
     try:
-        return ExpiresAfter.model_validate({**given, "seconds": number}).seconds
+        return ExpiresAfter.model_validate({"anchor": fields.get(_ANCHOR), "seconds": number}).seconds
     except ValidationError as error:
         problem = problems_of(error, ExpiresAfter.model_fields)[0]
         raise BadRequest(f"expires_after[{problem.field}] {problem.message}", param="expires_after") from None

@@ -11,7 +11,6 @@ from cluster.errors import BadRequest
 from cluster.observe.answer_record import AnswerRecord
 from cluster.openai.output_processor import Generation, TextDelta
 from cluster.openai.resumption import Place, Replay
-from workers.comm.ipc import TokenChunk
 
 
 class GenerationFailed(RuntimeError):
@@ -52,7 +51,10 @@ async def deltas_of(
                     if generation.last.finish_reason is not None:
                         continue  # a stop string has ended it, which the engine did not know
                     if chunk.finish_reason == "error":
-                        failure = _failure(chunk)
+                        if chunk.error_code is None:
+                            failure = GenerationFailed(chunk.error or "the engine failed on this request")
+                        else:
+                            failure = BadRequest(chunk.error or "the request failed", param=None, code=chunk.error_code)
                         break
                     if chunk.prompt_logprobs is not None:
                         generation.prompt_scores += chunk.prompt_logprobs
@@ -85,9 +87,3 @@ async def deltas_of(
     finally:
         for record in records:
             record.ended(reason)
-
-
-def _failure(chunk: TokenChunk) -> Exception:
-    if chunk.error_code is not None:
-        return BadRequest(chunk.error or "the request failed", param=None, code=chunk.error_code)
-    return GenerationFailed(chunk.error or "the engine failed on this request")

@@ -8,10 +8,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from cluster.openai.failures import to_http_error
-from cluster.openai.openai_format import ResponseFormat, opening_usage, total_stats, total_usage
+from cluster.openai.openai_format import ResponseFormat
 from cluster.openai.output_processor import Generation, TextDelta
 from cluster.openai.resumption import EventIds
-from secateur.requests import SamplingRequest
 from secateur.responses import SSE_DONE
 
 KEEP_ALIVE_S = 5.0
@@ -21,11 +20,6 @@ KEEP_ALIVE_S = 5.0
 def with_id(event: str, id: str | None) -> str:
     """Return a server-sent event with an id, after its data: some clients look for these in the first line."""
     return event if id is None else f"{event[:-1]}id: {id}\n\n"
-
-
-def has_totals(body: SamplingRequest) -> bool:
-    """Return whether a stream ends with a chunk of totals."""
-    return body.return_speculative_stats or (body.stream_options is not None and body.stream_options.usage_at_end)
 
 
 async def events_of(
@@ -39,10 +33,6 @@ async def events_of(
 
     Replayed deltas go the same way, so that what they leave behind is the same, but the client has their events.
     """
-    body = response_format.body
-    options = body.stream_options
-    running = options is not None and options.usage_in_chunks
-    has_more = running or body.return_token_ids or body.return_speculative_trees
     told_at = time.monotonic()
     try:
         async with aclosing(rest):
@@ -51,18 +41,16 @@ async def events_of(
             for index, generation in enumerate(generations):
                 if ids is not None and ids.has_begun(index):
                     continue
-                if (opening := response_format.opening_chunk(index, generation)) is not None:
-                    if running:
-                        opening.usage = opening_usage(generation)
-                    yield with_id(opening.sse(), ids.sent(index) if ids else None)
+                if (opening := response_format.opening_event(index, generation)) is not None:
+                    yield with_id(opening, ids.sent(index) if ids else None)
             item: tuple[int, TextDelta] | None = first
             while item is not None:
                 index, delta = item
                 if ids is not None:
                     ids.process(index, delta.token_ids, is_finished=delta.finish_reason is not None)
                 event = None
-                if delta.text or delta.finish_reason or has_more:
-                    event = response_format.event(index, generations[index], delta, has_usage=running)
+                if response_format.has_event(delta):
+                    event = response_format.event(index, generations[index], delta)
                 # Without an event, text is held back: half a character, or the beginning of a stop string.
                 if event is not None and not delta.is_replayed:
                     yield with_id(event, ids.sent(index) if ids else None)
@@ -70,10 +58,8 @@ async def events_of(
                     told_at = time.monotonic()
                     yield ": replaying\n\n"
                 item = await anext(rest, None)
-        if has_totals(body) and not (ids and ids.is_closed):
-            usage = total_usage(generations) if options is not None and options.usage_at_end else None
-            stats = total_stats(generations) if body.return_speculative_stats else None
-            yield with_id(response_format.closing_chunk(usage, stats).sse(), ids.closed() if ids else None)
+        if response_format.has_totals and not (ids and ids.is_closed):
+            yield with_id(response_format.closing_event(generations), ids.closed() if ids else None)
     except Exception as error:
         yield to_http_error(error).body.sse()
         yield SSE_DONE

@@ -6,7 +6,7 @@ import logging
 
 from cluster.engine.engine_client import DeadlyRequest
 from cluster.engine.rank_exits import EngineDead
-from cluster.errors import BadRequest, HttpError, too_many_requests, unavailable
+from cluster.errors import HttpError, too_many_requests, unavailable
 from cluster.openai.deltas import GenerationFailed
 from cluster.text.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
 from secateur.responses import ErrorResponse
@@ -19,20 +19,15 @@ def to_http_error(error: Exception) -> HttpError:
     match error:
         case HttpError():
             return error
-        case BadRequest():
-            return HttpError(400, ErrorResponse.of(str(error), param=error.param, code=error.code))
         case TokenizerPoolFull():
             return too_many_requests(str(error))
         case TokenizerPoolDown():
             return unavailable(str(error))
-        case DeadlyRequest():
+        case DeadlyRequest() | GenerationFailed():
             message = f"the engine failed: {_first_line(error)}"
             return HttpError(500, ErrorResponse.of(message, type="server_error", code="engine_error"))
         case EngineDead():
             return unavailable(f"the engine is not available: {_first_line(error)}")
-        case GenerationFailed():
-            message = f"the engine failed: {_first_line(error)}"
-            return HttpError(500, ErrorResponse.of(message, type="server_error", code="engine_error"))
         case _:
             logger.error("a request failed", exc_info=error)
             return HttpError(500, ErrorResponse.of("internal error; see the server's log", type="server_error"))

@@ -16,7 +16,7 @@ from cluster.openai.output_processor import Generation, ScoredToken, StepTree, T
 from cluster.text.answer_reader import AnswerReader
 from cluster.text.detokenizer import IncrementalDetokenizer
 from cluster.text.tokenizer import Tokenizer
-from cluster.text.tool_calls import AnswerParts, CallPart, CustomInput, TextPart, is_whole
+from cluster.text.tool_calls import AnswerParts, CallPart, TextPart
 from secateur.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from secateur.responses import (
     AssistantMessage,
@@ -65,6 +65,9 @@ class ResponseFormat(ABC):
         self.tokenizer = tokenizer
         # As at OpenAI, all chunks of a stream have one creation time.
         self.head: dict[str, Any] = {"id": new_id(self.id_prefix), "created": int(time.time()), "model": model}
+        options = body.stream_options
+        self._has_running_usage = options is not None and options.usage_in_chunks
+        self._has_usage_at_end = options is not None and options.usage_at_end
         self._around: dict[tuple[int, str], list[str]] = {}  # by choice and kind of text: an event without its text
 
     @property
@@ -80,30 +83,29 @@ class ResponseFormat(ABC):
     def response(self, generations: Sequence[Generation]) -> CompletionResponse | ChatCompletionResponse:
         """Build the whole response."""
 
-    @abstractmethod
-    def opening_chunk(self, index: int, generation: Generation) -> ChatCompletionChunk | None:
-        """Build the chunk that precedes a choice's first token, if the endpoint has one."""
+    def opening_event(self, index: int, generation: Generation) -> str | None:
+        """Return the event that precedes a choice's first token, if the endpoint has one."""
+        return None
 
     @abstractmethod
-    def chunk(
-        self, index: int, generation: Generation, delta: TextDelta
-    ) -> CompletionChunk | ChatCompletionChunk | None:
-        """Build the chunk of one delta of choice `index`; None if its text is held back."""
+    def event(self, index: int, generation: Generation, delta: TextDelta) -> str | None:
+        """Return the event of one delta of choice `index`; None if its text is held back."""
 
-    @abstractmethod
-    def event(self, index: int, generation: Generation, delta: TextDelta, *, has_usage: bool = False) -> str | None:
-        """Return the server-sent event of `chunk`; None if its text is held back. has_usage: with the usage so far."""
+    def has_event(self, delta: TextDelta) -> bool:
+        """Return whether a delta has an event even if it adds no text, as half a character does not."""
+        body = self.body
+        has_more = self._has_running_usage or body.return_token_ids or body.return_speculative_trees
+        return bool(delta.text or delta.finish_reason or has_more)
 
-    def _event(
-        self, chunk: CompletionChunk | ChatCompletionChunk | None, generation: Generation, delta: TextDelta, usage: bool
-    ) -> str | None:
-        if chunk is not None and usage:
+    def _event(self, chunk: CompletionChunk | ChatCompletionChunk, generation: Generation, delta: TextDelta) -> str:
+        if self._has_running_usage:
             chunk.usage = running_usage(generation, delta)
-        return None if chunk is None else chunk.sse()
+        return chunk.sse()
 
     def _adds_text_alone(self, delta: TextDelta) -> bool:
         """Return whether a delta's chunk is that of any other one, apart from the text."""
-        return not (delta.finish_reason or delta.scored or delta.tree or self.body.return_token_ids)
+        more = delta.finish_reason or delta.scored or delta.tree or self.body.return_token_ids
+        return not (more or self._has_running_usage)
 
     def _text_event(
         self, index: int, kind: str, text: str, chunk_of: Callable[[str], CompletionChunk | ChatCompletionChunk]
@@ -114,16 +116,20 @@ class ResponseFormat(ABC):
             around = self._around[index, kind] = chunk_of(mark).sse().split(f'"{mark}"')
         return _TEXT.dump_json(text).decode().join(around)
 
-    def closing_chunk(
-        self, usage: Usage | None, speculative: SpeculativeStats | None
-    ) -> CompletionChunk | ChatCompletionChunk:
-        """Build the last chunk, which has no choices."""
-        return self.chunk_type(**self.head, choices=[], usage=usage, speculative=speculative)
+    @property
+    def has_totals(self) -> bool:
+        """Return whether a stream ends with an event of totals."""
+        return self.body.return_speculative_stats or self._has_usage_at_end
 
-    def totals(self, generations: Sequence[Generation]) -> dict[str, Any]:
+    def closing_event(self, generations: Sequence[Generation]) -> str:
+        """Return the event of totals, which has no choices."""
+        totals = self.totals(generations, has_usage=self._has_usage_at_end)
+        return self.chunk_type(**self.head, choices=[], **totals).sse()
+
+    def totals(self, generations: Sequence[Generation], *, has_usage: bool = True) -> dict[str, Any]:
         """Return the usage and, on request, the speculative statistics of all choices."""
         stats = total_stats(generations) if self.body.return_speculative_stats else None
-        return {"usage": total_usage(generations), "speculative": stats}
+        return {"usage": total_usage(generations) if has_usage else None, "speculative": stats}
 
     def choice_fields(
         self, index: int, delta: TextDelta, ids: Sequence[int], trees: Sequence[StepTree]
@@ -210,9 +216,6 @@ class CompletionFormat(ResponseFormat):
         ]
         return CompletionResponse(**self.head, choices=choices, **self.totals(generations))
 
-    def opening_chunk(self, index: int, generation: Generation) -> None:
-        """Return None: completions have no opening chunk."""
-
     def chunk(self, index: int, generation: Generation, delta: TextDelta) -> CompletionChunk:
         """Build the chunk of one delta; a choice's first one has the prompt's ids, and the prompt if it is echoed."""
         is_first = delta.num_tokens == len(delta.token_ids)
@@ -227,10 +230,10 @@ class CompletionFormat(ResponseFormat):
         )
         return CompletionChunk(**self.head, choices=[choice])
 
-    def event(self, index: int, generation: Generation, delta: TextDelta, *, has_usage: bool = False) -> str | None:
-        """Return the server-sent event of `chunk`."""
-        if has_usage or self._is_echo or not self._adds_text_alone(delta):
-            return self._event(self.chunk(index, generation, delta), generation, delta, has_usage)
+    def event(self, index: int, generation: Generation, delta: TextDelta) -> str:
+        """Return the event of `chunk`."""
+        if self._is_echo or not self._adds_text_alone(delta):
+            return self._event(self.chunk(index, generation, delta), generation, delta)
 
         def chunk_of(text: str) -> CompletionChunk:
             return self.chunk(index, generation, TextDelta(text=text))
@@ -280,9 +283,6 @@ class ChatFormat(ResponseFormat):
         self._new_reader = new_reader
         self._ends_with_calls = body.calls != "named"  # as at OpenAI, a call that was demanded by name just stops
         self._readers: dict[int, AnswerReader] = {}  # by choice, of a stream
-        self._inputs: dict[tuple[int, int], CustomInput] = {}  # by choice and call, of custom tools
-        self._customs = {name for name, tool in body.offered.items() if tool.type == "custom"}
-        self._has_bare_input = body.custom_call is not None
         self._has_reasoning = body.include_reasoning
         self._echo = body.echoed_text if new_reader is None or not body.begun_text else ""  # the reader repeats it
 
@@ -308,28 +308,30 @@ class ChatFormat(ResponseFormat):
             **self.totals(generations),
         )
 
-    def opening_chunk(self, index: int, generation: Generation) -> ChatCompletionChunk:
-        """Build the chunk that names the role and, on request, repeats the last message or has the prompt's ids."""
+    def opening_event(self, index: int, generation: Generation) -> str:
+        """Return the event that names the role and, on request, repeats the last message or has the prompt's ids."""
         delta = ChatDelta(role="assistant", content=self._echo)
         choice = ChatChunkChoice(index=index, delta=delta, token_ids=[] if self.body.return_token_ids else None)
-        return ChatCompletionChunk(**self.head, choices=[choice], prompt_token_ids=self.prompt_ids(generation))
+        usage = opening_usage(generation) if self._has_running_usage else None
+        prompt = self.prompt_ids(generation)
+        return ChatCompletionChunk(**self.head, choices=[choice], prompt_token_ids=prompt, usage=usage).sse()
 
     def _message(self, generation: Generation) -> AssistantMessage:
         """Return a whole answer, without a call that was cut: a message cannot mark it as half a call."""
         if self._new_reader is None:
             return AssistantMessage(content=self._echo + generation.text)
-        read = self._new_reader().feed(generation.text, is_last=True)
-        ids: list[str] = []
-        functions: list[FunctionCall] = []
-        for part in read.calls:
+        reader = self._new_reader()
+        read = reader.feed(generation.text, is_last=True)
+        calls: list[ToolCall] = []
+        for part in (*read.calls, *reader.rests()):
             if part.id is not None:
-                ids.append(part.id)
-                functions.append(FunctionCall(name=part.name))
-            functions[part.number].arguments += part.arguments
-        is_cut = generation.last.finish_reason == "length"
-        if is_cut and functions and (self._has_bare_input or not is_whole(functions[-1].arguments)):
-            functions.pop()
-        calls = [self._call(id, function) for id, function in zip(ids, functions, strict=False)]
+                calls.append(ToolCall(**_call_fields(part)))
+            elif (custom := calls[part.number].custom) is not None:
+                custom.input += part.arguments
+            elif (function := calls[part.number].function) is not None:
+                function.arguments += part.arguments
+        if generation.last.finish_reason == "length" and calls and not reader.has_whole_call:
+            calls.pop()
         reasoning = self._shown(read.reasoning)
         return AssistantMessage(
             content=self._echo + read.content or (None if calls else ""),
@@ -337,25 +339,6 @@ class ChatFormat(ResponseFormat):
             reasoning=reasoning,
             tool_calls=calls or None,
         )
-
-    def _call(self, id: str, function: FunctionCall) -> ToolCall:
-        if function.name not in self._customs:
-            return ToolCall(id=id, function=function)
-        input = CustomInput(is_bare=self._has_bare_input)
-        text = input.feed(function.arguments) + input.finish()
-        return ToolCall(id=id, type="custom", custom=CustomCall(name=function.name, input=text))
-
-    def _call_delta(self, index: int, part: CallPart) -> ToolCallDelta | None:
-        """Return what a part of a call adds to the message; None if that is nothing."""
-        if part.name in self._customs:
-            self._inputs[index, part.number] = CustomInput(is_bare=self._has_bare_input)
-        if (custom := self._inputs.get((index, part.number))) is None:
-            function = FunctionCall(name=part.name, arguments=part.arguments)
-            return ToolCallDelta(index=part.number, id=part.id, type="function" if part.id else None, function=function)
-        call = CustomCall(name=part.name, input=custom.feed(part.arguments))
-        if not (part.id or call.input):
-            return None
-        return ToolCallDelta(index=part.number, id=part.id, type="custom" if part.id else None, custom=call)
 
     def _shown(self, reasoning: str) -> str | None:
         return reasoning if reasoning and self._has_reasoning else None
@@ -372,10 +355,8 @@ class ChatFormat(ResponseFormat):
         """Return what a delta of a stream adds to the message."""
         if self._new_reader is None:
             return ChatDelta(content=delta.text)
-        calls = [call for part in read.calls if (call := self._call_delta(index, part)) is not None]
-        if delta.finish_reason == "stop":
-            rests = {number: each.finish() for (choice, number), each in self._inputs.items() if choice == index}
-            calls += [ToolCallDelta(index=i, custom=CustomCall(input=rest)) for i, rest in rests.items() if rest]
+        parts = [*read.calls, *(self._readers[index].rests() if delta.finish_reason == "stop" else ())]
+        calls = [ToolCallDelta(index=part.number, **_call_fields(part)) for part in parts]
         reasoning = self._shown(read.reasoning)
         return ChatDelta(
             content=read.content or None, reasoning_content=reasoning, reasoning=reasoning, tool_calls=calls or None
@@ -386,16 +367,13 @@ class ChatFormat(ResponseFormat):
         has_ended = delta.finish_reason == "stop" and calls and self._ends_with_calls
         return replace(delta, finish_reason="tool_calls") if has_ended else delta
 
-    def chunk(self, index: int, generation: Generation, delta: TextDelta) -> ChatCompletionChunk | None:
-        """Build the chunk of one delta; None if all of its text is held back."""
-        return self._chunk(index, delta, self._read(index, delta))
-
-    def event(self, index: int, generation: Generation, delta: TextDelta, *, has_usage: bool = False) -> str | None:
-        """Return the server-sent event of `chunk`."""
+    def event(self, index: int, generation: Generation, delta: TextDelta) -> str | None:
+        """Return the event of `chunk`."""
         read = self._read(index, delta)
         content, reasoning = read.content, self._shown(read.reasoning)
-        if has_usage or read.calls or (content and reasoning) or not self._adds_text_alone(delta):
-            return self._event(self._chunk(index, delta, read), generation, delta, has_usage)
+        if read.calls or (content and reasoning) or not self._adds_text_alone(delta):
+            chunk = self.chunk(index, generation, delta, read)
+            return None if chunk is None else self._event(chunk, generation, delta)
         if not (content or reasoning):
             return None
 
@@ -406,7 +384,11 @@ class ChatFormat(ResponseFormat):
 
         return self._text_event(index, "content" if content else "reasoning", content or reasoning or "", chunk_of)
 
-    def _chunk(self, index: int, delta: TextDelta, read: AnswerParts) -> ChatCompletionChunk | None:
+    def chunk(
+        self, index: int, generation: Generation, delta: TextDelta, read: AnswerParts | None = None
+    ) -> ChatCompletionChunk | None:
+        """Build the chunk of one delta; None if all of its text is held back. read: the parts of its text."""
+        read = self._read(index, delta) if read is None else read
         added = self._delta(index, delta, read)
         if self._new_reader is not None:
             delta = self._ended(delta, self._readers[index].num_calls)
@@ -422,6 +404,16 @@ class ChatFormat(ResponseFormat):
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> ChatLogprobs:
         return chat_logprobs(self.tokenizer, scored, as_ids=self.body.return_tokens_as_token_ids)
+
+
+def _call_fields(part: CallPart) -> dict[str, Any]:
+    """Return the fields of a call, or of what a part adds to one."""
+    fields: dict[str, Any] = {"id": part.id}
+    if part.is_custom:
+        type, fields["custom"] = "custom", CustomCall(name=part.name, input=part.arguments)
+    else:
+        type, fields["function"] = "function", FunctionCall(name=part.name, arguments=part.arguments)
+    return fields | ({"type": type} if part.id else {})
 
 
 def speculative_tree(tokenizer: Tokenizer, tree: StepTree) -> SpeculativeTree:

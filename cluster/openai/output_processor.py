@@ -121,27 +121,33 @@ class Generation:
     def process(self, chunk: TokenChunk) -> TextDelta:
         """Convert one chunk of tokens to text and add it to the output.
 
-        With stop strings, tokens are decoded one at a time, so a stop string ends the choice at the same token however
-        the engine grouped them. As in vLLM, a stop string completed within the first min_tokens tokens is ignored.
+        With stop strings or reasoning, tokens are decoded one at a time, so both end at the same token however the
+        engine grouped them. As in vLLM, a stop string completed within the first min_tokens tokens is ignored.
         """
         if self.is_empty:
             return self._add(replace(chunk, num_accepted=0), [], [], "length")
         visible = chunk.tokens
         if chunk.stop_token is not None and not self.include_stop:
             visible = visible[:-1]  # as in vLLM, the stop token is counted and not shown
-        one_by_one = self.stop or chunk.logprobs is not None or chunk.tree is not None
+        one_by_one = self.stop or self.reasoning or chunk.logprobs is not None or chunk.tree is not None
         groups = [[token] for token in visible] if one_by_one else [visible]
         texts: list[str] = []
         for position, group in enumerate(groups, start=1):
             if chunk.logprobs is not None:
                 score = chunk.logprobs[position - 1]
                 self._pending.append(ScoredToken(visible[position - 1], score, self._num_decoded))
-            safe, stop = self._check_stop(self._detokenizer.feed(group), position)
+            text = self._detokenizer.feed(group)
+            if self.reasoning is not None:
+                self.reasoning.feed(text)
+            safe, stop = self._check_stop(text, position)
             texts.append(safe)
             if stop is not None:
                 return self._add(chunk, texts, chunk.tokens[:position], "stop", stop)
         if chunk.finish_reason is None:
             return self._add(chunk, texts, chunk.tokens)
+        if self.reasoning is not None and len(visible) < len(chunk.tokens):
+            is_visible = self.tokenizer.is_visible(chunk.tokens[-1], skip_special_tokens=self.skip_special_tokens)
+            self.reasoning.feed(self.tokenizer.token_text(chunk.tokens[-1]).text if is_visible else "")
         if self.scores_all and chunk.logprobs is not None and len(visible) < len(chunk.tokens):
             self._pending.append(ScoredToken(chunk.tokens[-1], chunk.logprobs[-1], self._num_decoded))
         safe, stop = self._check_stop(self._detokenizer.flush(), len(chunk.tokens))
@@ -178,7 +184,7 @@ class Generation:
             text=text,
             token_ids=ids,
             num_tokens=len(self.token_ids),
-            num_reasoning_tokens=None if self.reasoning is None else self.reasoning.feed(ids),
+            num_reasoning_tokens=None if self.reasoning is None else self.reasoning.count,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             scored=self._take_scored(

@@ -25,32 +25,11 @@ from workers.settings import Constraints, SamplingSettings
 class RequestLimits:
     """The engine's limits for a request."""
 
+    config: EngineConfig
     max_model_len: int
     vocab_size: int
-    num_speculative_tokens: int
-    """Nodes of the largest tree, without the root; 0 = the service has no drafter."""
-    eos_token_ids: tuple[int, ...] = ()
-    acceptance: str = "coupled"
-    """The rule of requests without one."""
     default_max_tokens: int | None = None
     """The `max_tokens` of a chat that sets none. None means the rest of the context."""
-    has_priorities: bool = False
-
-    @classmethod
-    def of(
-        cls, config: EngineConfig, *, max_model_len: int, vocab_size: int, default_max_tokens: int | None = None
-    ) -> RequestLimits:
-        """Return the limits that an engine's configuration sets."""
-        nodes = config.draft.tree.num_speculative_tokens if config.draft else 0
-        return cls(
-            max_model_len=max_model_len,
-            vocab_size=vocab_size,
-            num_speculative_tokens=nodes,
-            eos_token_ids=config.eos_token_ids,
-            acceptance=config.draft.acceptance.kind if config.draft else "coupled",
-            default_max_tokens=default_max_tokens,
-            has_priorities=config.scheduling_policy == "priority",
-        )
 
 
 def build_submits(
@@ -68,7 +47,7 @@ def build_submits(
     Choice 0 has the request's seed, or `seed` if it has none (see `SeedSource`); choice j has the seed H(seed, j).
     `bad_words` are the request's, tokenized; `grammar` is that of its structure.
     """
-    if request.priority and not limits.has_priorities:
+    if request.priority and limits.config.scheduling_policy != "priority":
         raise BadRequest(
             f"priority={request.priority}: this service serves requests in order of arrival; leave it out, or start "
             "the service with --scheduling-policy priority",
@@ -174,7 +153,7 @@ def _constraints(request: SamplingRequest, bad_words: Sequence[list[int]], limit
     if allowed is not None:
         never = {word[0] for word in bad_words if len(word) == 1}
         if request.min_tokens:
-            never.update(request.stop_token_ids, () if request.ignore_eos else limits.eos_token_ids)
+            never.update(request.stop_token_ids, () if request.ignore_eos else limits.config.eos_token_ids)
         if never.issuperset(allowed):
             raise BadRequest(
                 "allowed_token_ids: bad_words and min_tokens forbid all of them; allow a token that may come first",
@@ -218,14 +197,13 @@ def _max_tokens(request: SamplingRequest, prompt: list[int], limits: RequestLimi
 def _speculation(options: Speculative | None, limits: RequestLimits) -> Speculation:
     if options is None:
         return Speculation()
-    if limits.num_speculative_tokens == 0 and options.enabled is not False and options.model_fields_set:
+    draft, nodes = limits.config.draft, options.num_speculative_tokens
+    if draft is None and options.enabled is not False and options.model_fields_set:
         raise BadRequest("speculative: this service runs without a drafter; leave it out", param="speculative")
-    nodes = options.num_speculative_tokens
-    if nodes is not None and nodes > limits.num_speculative_tokens:
-        raise BadRequest(
-            f"speculative.num_speculative_tokens: {nodes} is more than this service's {limits.num_speculative_tokens}",
-            param="speculative",
-        )
+    most = draft.tree.num_speculative_tokens if draft is not None else 0
+    if nodes is not None and nodes > most:
+        message = f"speculative.num_speculative_tokens: {nodes} is more than this service's {most}"
+        raise BadRequest(message, param="speculative")
     off = options.tree_prune == "off"
     rules = {name: 0.0 if off else getattr(options, f"tree_prune_{name}") for name in TreeRules.names()}
     return Speculation(
@@ -240,9 +218,11 @@ def _speculation(options: Speculative | None, limits: RequestLimits) -> Speculat
 
 def ineffective_settings(options: Speculative | None, limits: RequestLimits) -> list[str]:
     """Return the settings of a `speculative` object that have no effect under its acceptance rule."""
-    if options is None or options.enable_draft_probs is None or (options.acceptance or limits.acceptance) != "coupled":
+    if options is None or options.enable_draft_probs is None:
         return []
-    return ["speculative.enable_draft_probs"]
+    draft = limits.config.draft
+    rule = options.acceptance or (draft.acceptance.kind if draft is not None else "coupled")
+    return ["speculative.enable_draft_probs"] if rule == "coupled" else []
 
 
 class SeedSource:

@@ -17,7 +17,7 @@ from cluster.openai.openai_format import chat_logprobs, total_usage
 from cluster.openai.output_processor import Generation, ScoredToken, TextDelta
 from cluster.text.answer_reader import AnswerReader
 from cluster.text.tokenizer import Tokenizer
-from cluster.text.tool_calls import CallPart, CustomInput, TextPart, is_whole
+from cluster.text.tool_calls import CallPart, TextPart
 from secateur.requests import ChatCompletionRequest
 from secateur.responses import new_id
 from secateur.responses_api import (
@@ -38,26 +38,20 @@ from secateur.responses_api import (
 from secateur.schema import problems_of
 from secateur.speculative import Speculative
 
+_ANY_TEXT = {"format": {"type": "text"}}
+
 
 @contextmanager
 def in_words_of_responses() -> Iterator[None]:
     """Let errors about the chat name the fields of the request that it was made from."""
     try:
         yield
-    except BadRequest as error:
-        raise BadRequest(
-            _renamed(str(error)), param=NAMES.get(error.param or "", error.param), code=error.code
-        ) from None
     except HttpError as error:
-        error.body.error.message = _renamed(error.body.error.message)
-        error.body.error.param = NAMES.get(error.body.error.param or "", error.body.error.param)
+        told = error.body.error
+        for name in ("max_completion_tokens", "max_tokens", "response_format"):
+            told.message = told.message.replace(name, NAMES[name])
+        told.param = NAMES.get(told.param or "", told.param)
         raise
-
-
-def _renamed(message: str) -> str:
-    for name in ("max_completion_tokens", "max_tokens", "response_format"):
-        message = message.replace(name, NAMES[name])
-    return message
 
 
 def chat_of(body: ResponsesRequest, history: list[dict[str, Any]]) -> ChatCompletionRequest:
@@ -70,7 +64,7 @@ def chat_of(body: ResponsesRequest, history: list[dict[str, Any]]) -> ChatComple
 
 
 class ResponseBuilder:
-    """Builds a response from its deltas. Every method returns the events of a stream that tell what it did."""
+    """Builds a response from its deltas. The public methods return the events of a stream that tell what they did."""
 
     def __init__(
         self,
@@ -90,9 +84,9 @@ class ResponseBuilder:
             max_output_tokens=body.max_output_tokens,
             temperature=chat.temperature,
             top_p=chat.top_p,
-            text=_text_options(body),
+            text=_ANY_TEXT if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True),
             tools=[tool.told() for tool in body.tools or ()],
-            tool_choice="auto" if body.tool_choice is None else _plain(body.tool_choice),
+            tool_choice=body.model_dump(include={"tool_choice"}, exclude_none=True).get("tool_choice", "auto"),
             parallel_tool_calls=body.parallel_tool_calls,
             store=body.store,
             metadata=body.metadata or {},
@@ -102,41 +96,41 @@ class ResponseBuilder:
         self._reader = AnswerReader() if new_reader is None else new_reader()
         self._num_chars = 0  # of all text
         self._scored: deque[ScoredToken] = deque()  # tokens of which it is not known yet whether they are a message's
-        self._customs = {name for name, tool in chat.offered.items() if tool.type == "custom"}
-        self._has_bare_input = chat.custom_call is not None
-        self._input: CustomInput | None = None  # of the open call
-        self._number = 0
-        self._open: OutputItem | None = None
+        self._item: OutputItem | None = None  # the open one
+        self._num_calls = self._num_events = 0
+        self._events: list[dict[str, Any]] = []
 
     def begin(self) -> list[dict[str, Any]]:
         """Open the response."""
-        return [self._event("response.created"), self._event("response.in_progress")]
+        self._tell_response("created")
+        self._tell_response("in_progress")
+        return self._take_events()
 
     def feed(self, delta: TextDelta) -> list[dict[str, Any]]:
         """Add one delta."""
-        events: list[dict[str, Any]] = []
         self._scored += delta.scored
         self._num_chars += len(delta.text)
         is_last = delta.finish_reason is not None
         for part in self._reader.feed(delta.text, is_last=is_last):
             if isinstance(part, CallPart):
-                events += self._add_call(part)
+                self._add_call(part)
             elif not part.is_reasoning:
-                events += self._add_text(part, self._take_scored(part))
+                self._add_text(part, self._take_scored(part))
             elif self._has_reasoning:
-                events += self._add_reasoning(part.text)
-        if is_last and isinstance(self._open, OutputMessage):
+                if not isinstance(self._item, OutputReasoning):
+                    self._open(OutputReasoning(id=new_id("rs"), content=[ReasoningText()]))
+                self._add(part.text)
+        if is_last and isinstance(self._item, OutputMessage):
             if without_text := [token for token in self._scored if token.offset >= self._num_chars]:
-                events += self._add_text(TextPart("", self._num_chars), without_text)
-        return events
+                self._add_text(TextPart("", self._num_chars), without_text)
+        return self._take_events()
 
     def end(self, generation: Generation) -> list[dict[str, Any]]:
         """Close the response."""
-        events: list[dict[str, Any]] = []
         is_cut = generation.last.finish_reason == "length"
         if not self.response.output:
-            events += self._open_message()
-        events += self._close("incomplete" if is_cut else "completed")
+            self._open_message()
+        self._close(is_cut=is_cut)
         usage = total_usage([generation])
         cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
         self.response.usage = ResponseUsage(
@@ -149,25 +143,17 @@ class ResponseBuilder:
         self.response.status = "incomplete" if is_cut else "completed"
         if is_cut:
             self.response.incomplete_details = {"reason": "max_output_tokens"}
-        return [*events, self._event(f"response.{self.response.status}")]
+        self._tell_response(self.response.status)
+        return self._take_events()
 
     def fail(self, error: HttpError) -> list[dict[str, Any]]:
         """Close the response with an error."""
         told = error.body.error
         self.response.status = "failed"
         self.response.error = {"code": told.code or told.type, "message": told.message}
-        return [self._event("response.failed")]
-
-    def _add_reasoning(self, text: str) -> list[dict[str, Any]]:
-        events = []
-        if not isinstance(self._open, OutputReasoning):
-            events = self._close("completed")
-            self._open = OutputReasoning(id=new_id("rs"), content=[ReasoningText()])
-            events += self._add_item()
-        assert isinstance(self._open, OutputReasoning)
-        self._open.content[0].text += text
-        place = {"item_id": self._open.id, "output_index": self._index, "content_index": 0}
-        return [*events, self._told("response.reasoning_text.delta", **place, delta=text)]
+        self._events = []
+        self._tell_response("failed")
+        return self._take_events()
 
     def _take_scored(self, part: TextPart) -> list[ScoredToken]:
         """Return the tokens that have some of a part's text; those before them are dropped."""
@@ -179,112 +165,103 @@ class ResponseBuilder:
                 taken.append(token)
         return taken
 
-    def _add_text(self, added: TextPart, scored: Sequence[ScoredToken]) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = []
+    def _add_text(self, added: TextPart, scored: Sequence[ScoredToken]) -> None:
         text = added.text
-        if not isinstance(self._open, OutputMessage):
-            events = [*self._close("completed"), *self._open_message()]
+        if not isinstance(self._item, OutputMessage):
+            self._open_message()
         elif added.is_behind_call:  # of a call that was dropped
             text = "\n" + text
-        assert isinstance(self._open, OutputMessage)
-        part = self._open.content[0]
+        assert isinstance(self._item, OutputMessage)
         scores = chat_logprobs(self._tokenizer, scored, as_ids=self._as_ids).content or []
-        part.text += text
-        part.logprobs += scores
-        place = {"item_id": self._open.id, "output_index": self._index, "content_index": 0}
-        told = [score.model_dump() for score in scores]
-        return [*events, self._told("response.output_text.delta", **place, delta=text, logprobs=told)]
+        self._item.content[0].logprobs += scores
+        self._add(text, logprobs=[score.model_dump() for score in scores])
 
-    def _add_call(self, call: CallPart) -> list[dict[str, Any]]:
-        events = []
+    def _add_call(self, call: CallPart) -> None:
         if call.id is not None:
-            events = self._close("completed")
-            if call.name in self._customs:
-                self._input = CustomInput(is_bare=self._has_bare_input)
-                self._open = OutputCustomCall(id=new_id("ctc"), call_id=call.id, name=call.name or "")
+            self._num_calls += 1
+            if call.is_custom:
+                self._open(OutputCustomCall(id=new_id("ctc"), call_id=call.id, name=call.name or ""))
             else:
-                self._open = OutputCall(id=new_id("fc"), call_id=call.id, name=call.name or "")
-            events += self._add_item()
-        if isinstance(self._open, OutputCustomCall) and self._input is not None:
-            events += self._add_input(self._open, self._input.feed(call.arguments))
-        elif call.arguments:
-            assert isinstance(self._open, OutputCall)
-            self._open.arguments += call.arguments
-            place = {"item_id": self._open.id, "output_index": self._index}
-            events.append(self._told("response.function_call_arguments.delta", **place, delta=call.arguments))
-        return events
+                self._open(OutputCall(id=new_id("fc"), call_id=call.id, name=call.name or ""))
+        if call.arguments:
+            self._add(call.arguments)
 
-    def _add_input(self, item: OutputCustomCall, added: str) -> list[dict[str, Any]]:
-        item.input += added
-        place = {"item_id": item.id, "output_index": self._index}
-        return [self._told("response.custom_tool_call_input.delta", **place, delta=added)] if added else []
+    def _open_message(self) -> None:
+        message, part = OutputMessage(id=new_id("msg"), content=[]), OutputText()
+        self._open(message)
+        message.content = [part]
+        self._tell("content_part.added", **self._place(message), part=part.model_dump())
 
-    def _open_message(self) -> list[dict[str, Any]]:
-        self._open = OutputMessage(id=new_id("msg"), content=[])
-        events = self._add_item()
-        part = OutputText()
-        self._open.content = [part]
-        place = {"item_id": self._open.id, "output_index": self._index, "content_index": 0}
-        return [*events, self._told("response.content_part.added", **place, part=part.model_dump())]
+    def _open(self, item: OutputItem) -> None:
+        """Add an item behind the open one, which is complete."""
+        self._close(is_cut=False)
+        self._item = item
+        self.response.output = [*self.response.output, item]
+        self._tell("output_item.added", output_index=self._index, item=item.model_dump())
 
-    def _add_item(self) -> list[dict[str, Any]]:
-        assert self._open is not None
-        self.response.output = [*self.response.output, self._open]
-        return [self._told("response.output_item.added", output_index=self._index, item=self._open.model_dump())]
+    def _add(self, text: str, **fields: Any) -> None:
+        """Add to the text of the open item."""
+        item = self._item
+        assert item is not None
+        holder, (stem, name) = _holder(item), _TEXTS[item.type]
+        setattr(holder, name, getattr(holder, name) + text)
+        self._tell(f"{stem}.delta", **self._place(item), delta=text, **fields)
 
-    def _close(self, status: Any) -> list[dict[str, Any]]:
+    def _close(self, *, is_cut: bool) -> None:
         """Close the open item, if there is one. As at OpenAI, a call that was cut stays, but is never told as done."""
-        item, self._open = self._open, None
-        events = []
-        if isinstance(item, OutputCall) and is_whole(item.arguments):
-            status = "completed"
-        if isinstance(item, OutputCustomCall) and self._input is not None:
-            status = "completed" if self._input.is_whole else status
+        if (item := self._item) is None:
+            return
+        is_call = isinstance(item, OutputCall | OutputCustomCall)
+        is_whole = not is_cut or (is_call and self._reader.has_whole_call)
+        if isinstance(item, OutputCustomCall) and is_whole and (rest := self._reader.rest(self._num_calls - 1)):
+            self._add(rest)
+        stem, name = _TEXTS[item.type]
+        place, text = self._place(item), {name: getattr(_holder(item), name)}
         match item:
-            case OutputMessage():
-                [part] = item.content
-                place = {"item_id": item.id, "output_index": self._index, "content_index": 0}
+            case OutputMessage(content=[part]):
                 scores = [score.model_dump() for score in part.logprobs]
-                events = [
-                    self._told("response.output_text.done", **place, text=part.text, logprobs=scores),
-                    self._told("response.content_part.done", **place, part=part.model_dump()),
-                ]
-            case OutputReasoning():
-                place = {"item_id": item.id, "output_index": self._index, "content_index": 0}
-                events = [self._told("response.reasoning_text.done", **place, text=item.content[0].text)]
-            case OutputCall() if status == "completed":
-                place = {"item_id": item.id, "output_index": self._index, "name": item.name}
-                events = [self._told("response.function_call_arguments.done", **place, arguments=item.arguments)]
-            case OutputCustomCall() if status == "completed":
-                events = self._add_input(item, self._input.finish() if self._input is not None else "")
-                place = {"item_id": item.id, "output_index": self._index}
-                events.append(self._told("response.custom_tool_call_input.done", **place, input=item.input))
-            case None:
-                return []
-        item.status = status
-        return [*events, self._told("response.output_item.done", output_index=self._index, item=item.model_dump())]
+                self._tell("output_text.done", **place, **text, logprobs=scores)
+                self._tell("content_part.done", **place, part=part.model_dump())
+            case OutputCall() if is_whole:
+                self._tell(f"{stem}.done", **place, name=item.name, **text)
+            case OutputReasoning() | OutputCustomCall() if is_whole or not is_call:
+                self._tell(f"{stem}.done", **place, **text)
+        item.status, self._item = "completed" if is_whole else "incomplete", None
+        self._tell("output_item.done", output_index=self._index, item=item.model_dump())
 
     @property
     def _index(self) -> int:
         return len(self.response.output) - 1
 
-    def _event(self, type: str) -> dict[str, Any]:
-        return self._told(type, response=self.response.model_dump())
+    def _place(self, item: OutputItem) -> dict[str, Any]:
+        """Return where the text of the latest item is."""
+        part = {"content_index": 0} if isinstance(item, OutputMessage | OutputReasoning) else {}
+        return {"item_id": item.id, "output_index": self._index, **part}
 
-    def _told(self, type: str, **fields: Any) -> dict[str, Any]:
-        event = {"type": type, "sequence_number": self._number, **fields}
-        self._number += 1
-        return event
+    def _tell_response(self, what: str) -> None:
+        self._tell(what, response=self.response.model_dump())
+
+    def _tell(self, what: str, **fields: Any) -> None:
+        self._events.append({"type": f"response.{what}", "sequence_number": self._num_events, **fields})
+        self._num_events += 1
+
+    def _take_events(self) -> list[dict[str, Any]]:
+        events, self._events = self._events, []
+        return events
 
 
-def _text_options(body: ResponsesRequest) -> dict[str, Any]:
-    if body.text is None:
-        return {"format": {"type": "text"}}
-    return body.text.model_dump(by_alias=True, exclude_none=True)
+_TEXTS = {
+    "message": ("output_text", "text"),
+    "reasoning": ("reasoning_text", "text"),
+    "function_call": ("function_call_arguments", "arguments"),
+    "custom_tool_call": ("custom_tool_call_input", "input"),
+}
+"""Type of an item -> what the events of its text are called, and the field that has the text."""
 
 
-def _plain(choice: Any) -> Any:
-    return choice.model_dump(exclude_none=True) if hasattr(choice, "model_dump") else choice
+def _holder(item: OutputItem) -> Any:
+    """Return what has the text: a call, or the only part of another item."""
+    return item.content[0] if isinstance(item, OutputMessage | OutputReasoning) else item
 
 
 def sse(event: dict[str, Any]) -> str:

@@ -160,16 +160,6 @@ def _not_resumable(why: str, param: str) -> BadRequest:
     return BadRequest(message, param=param, code="not_resumable")
 
 
-def answer_changed(num_tokens: int) -> HttpError:
-    """Return the error of a choice whose tokens are not those that its client has."""
-    message = (
-        f"the answer cannot be continued: its first {num_tokens} tokens are not those that the stream began "
-        "with. Other weights give others, and so may near-ties in floating point. Send the request without "
-        "Last-Event-ID"
-    )
-    return HttpError(409, ErrorResponse.of(message, type="conflict_error", code="answer_changed"))
-
-
 class EventIds:
     """Writes the ids of one stream. begun: its state where it goes on; None = it is new."""
 
@@ -244,13 +234,17 @@ class Replay:
     def process(self, tokens: Sequence[int], *, is_finished: bool) -> None:
         """Count the tokens that a part added. Raises HttpError (409) if they are not the client's."""
         self._place = self._place.after(tokens, is_finished=is_finished)
-        is_behind = is_finished or self._place.num_tokens >= self._goal.num_tokens
-        if is_behind and self._place != self._goal and not self._awaits_end:
-            raise answer_changed(self._goal.num_tokens)
-
-    @property
-    def _awaits_end(self) -> bool:
-        return self._goal == self._place._replace(is_finished=True) and not self._place.is_finished
+        if not is_finished and (
+            self._place.num_tokens < self._goal.num_tokens or self._goal == self._place._replace(is_finished=True)
+        ):
+            return  # more tokens, or the end, are still to come
+        if self._place != self._goal:
+            message = (
+                f"the answer cannot be continued: its first {self._goal.num_tokens} tokens are not those that the "
+                "stream began with. Other weights give others, and so may near-ties in floating point. Send the "
+                "request without Last-Event-ID"
+            )
+            raise HttpError(409, ErrorResponse.of(message, type="conflict_error", code="answer_changed"))
 
 
 def split(chunk: TokenChunk, num: int) -> tuple[TokenChunk, TokenChunk]:

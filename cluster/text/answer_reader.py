@@ -7,20 +7,21 @@ parts = new_reader().feed(text, is_last=False)              for each of its answ
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Literal
 
-from cluster.text.detokenizer import IncrementalDetokenizer
 from cluster.text.reasoning import ReasoningCounter, ReasoningReader, ends_inside, teaches_reasoning
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tool_calls import (
     TAUGHT_FORMAT,
     AnswerParts,
     CallPart,
+    CustomInput,
     TextPart,
     ToolCallFormat,
     ToolCallReader,
     format_of_template,
+    is_whole,
     reader_of_calls,
     shows_special_tokens,
 )
@@ -35,7 +36,8 @@ class AnswerReader:
     """Reads one answer. reasoning, calls: their readers; None = there are none.
 
     begun: what the prompt has of the answer. It is read, but only told with `echoes`, except that a call that it leaves
-    open is told from its beginning. Parts say where they are in `begun` and the text behind it.
+    open is told from its beginning. Parts say where they are in `begun` and the text behind it. customs: the names of
+    custom tools. has_bare_input: the answer is the input of one.
     """
 
     def __init__(
@@ -45,7 +47,12 @@ class AnswerReader:
         begun: str = "",
         *,
         echoes: bool = False,
+        customs: Container[str] = (),
+        has_bare_input: bool = False,
     ) -> None:
+        self._inputs: dict[int, CustomInput] = {}  # of custom tools, by the numbers of their calls
+        self._customs, self._has_bare_input = customs, has_bare_input
+        self._arguments = ""  # of the latest call, as the model writes them
         self._reasoning, self._calls = reasoning, calls
         self._num_read = self._num_answer = 0  # characters, of everything and behind the reasoning
         self._first = self._num_whole = 0  # the first character, and the first call, that is told
@@ -71,7 +78,32 @@ class AnswerReader:
                 told.append(part)
             elif part.end > self._first:
                 told.append(TextPart(part.text[self._first - part.start :], self._first, part.is_reasoning))
-        return AnswerParts(told)
+        return AnswerParts(whole for each in told if (whole := self._with_input(each)) is not None)
+
+    @property
+    def has_whole_call(self) -> bool:
+        """Return whether the arguments of the latest call are JSON. An input that is the answer may always go on."""
+        return not self._has_bare_input and is_whole(self._arguments)
+
+    def rest(self, number: int) -> str:
+        """Return what the input of a custom tool gains at the end of its call, if that was not cut."""
+        return self._inputs[number].finish()
+
+    def rests(self) -> list[CallPart]:
+        """Return what the inputs of all calls gain at the end of an answer that was not cut."""
+        return [CallPart(number, rest, is_custom=True) for number in self._inputs if (rest := self.rest(number))]
+
+    def _with_input(self, part: TextPart | CallPart) -> TextPart | CallPart | None:
+        """Return a part of a custom tool's call with what its input gains; None if that is nothing."""
+        if not isinstance(part, CallPart):
+            return part
+        self._arguments = part.arguments if part.id else self._arguments + part.arguments
+        if part.name is not None and part.name in self._customs:
+            self._inputs[part.number] = CustomInput(is_bare=self._has_bare_input)
+        if (input := self._inputs.get(part.number)) is None:
+            return part
+        added = input.feed(part.arguments)
+        return part._replace(arguments=added, is_custom=True) if added or part.id else None
 
     def _add_call(self, told: list[TextPart | CallPart], part: CallPart) -> None:
         last, number = told[-1] if told else None, part.number - self._num_whole
@@ -130,16 +162,15 @@ class AnswerReaders:
             None if new_calls is None else new_calls(),
             body.begun_text,
             echoes=body.echo,
+            customs={name for name, tool in body.offered.items() if tool.type == "custom"},
+            has_bare_input=body.custom_call is not None,
         )
 
-    def counter(
-        self, body: SamplingRequest, prompt: Sequence[int], *, skip_special_tokens: bool
-    ) -> ReasoningCounter | None:
+    def counter(self, body: SamplingRequest, prompt: Sequence[int]) -> ReasoningCounter | None:
         """Return what counts the reasoning of one answer; None if nothing tells reasoning apart."""
         if not self._reasons or not isinstance(body, ChatCompletionRequest):
             return None
-        detokenizer = IncrementalDetokenizer(self._tokenizer, prompt, skip_special_tokens=skip_special_tokens)
-        return ReasoningCounter(detokenizer, begins_inside=self._begins_inside(body, prompt), begun=body.begun_text)
+        return ReasoningCounter(begins_inside=self._begins_inside(body, prompt), begun=body.begun_text)
 
     def read_special_tokens(self, body: SamplingRequest) -> bool:
         """Return whether special tokens in the answer's text mark its calls."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from cluster.text.detokenizer import IncrementalDetokenizer
+from cluster.text.tool_calls import longest_overlap
 
 _OPENING, _CLOSING = "<think>", "</think>"
 
@@ -56,7 +55,7 @@ class ReasoningReader:
                 self._state = "answer"
         if self._state == "inside":
             before, found, behind = self._rest.partition(_CLOSING)
-            kept = len(before) if found else len(before) - _overlap(before)
+            kept = len(before) if found else len(before) - longest_overlap(before, _CLOSING)
             reasoning, start = self._reasoning(before[:kept], len(self._rest) - kept)
             self._rest = before[kept:]
             if found:
@@ -92,26 +91,19 @@ class ReasoningCounter:
     Like `ReasoningReader`, it looks for the marks in the text, since a mark may be several tokens.
     """
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, *, begins_inside: bool, begun: str = "") -> None:
+    def __init__(self, *, begins_inside: bool, begun: str = "") -> None:
         self.count = 0
-        self._detokenizer = detokenizer
         self._state = "inside" if begins_inside else "start"  # or in the "answer"
         self._text = ""  # at the start, or inside the reasoning
         self._starts: list[int] = []  # where the text of each token of the reasoning begins
         if begun:
-            self._read(begun)
+            self.feed(begun)
             self._starts, self.count = [], 0
 
-    def feed(self, ids: Sequence[int]) -> int:
-        """Read more of the answer's tokens; return the number so far."""
-        for id in ids:
-            if self._state == "answer":
-                break
-            self._read(self._detokenizer.feed([id]))
-        return self.count
-
-    def _read(self, text: str) -> None:
-        """Read the text of one token."""
+    def feed(self, text: str) -> None:
+        """Read the text of the answer's next token."""
+        if self._state == "answer":
+            return
         start, self._text = len(self._text), self._text + text
         if self._state == "start":
             stripped = self._text.lstrip()
@@ -125,11 +117,6 @@ class ReasoningCounter:
         end = self._text.find(_CLOSING, max(0, start - len(_CLOSING)))
         if end >= 0:
             self._state = "answer"
-        elif held := _overlap(self._text):
+        elif held := longest_overlap(self._text, _CLOSING):
             end = len(self._text) - held
         self.count = max(self.count, len(self._starts) if end < 0 else bisect_left(self._starts, end))
-
-
-def _overlap(text: str) -> int:
-    """Return the length of the longest end of `text` with which the closing mark begins."""
-    return next((size for size in range(len(_CLOSING) - 1, 0, -1) if text.endswith(_CLOSING[:size])), 0)

@@ -63,12 +63,16 @@ To call one, write its name and its arguments as JSON between <tool_call> and </
 
 
 class CallPart(NamedTuple):
-    """A piece of a call. `id` and `name` come with its first piece."""
+    """A piece of a call. `id` and `name` come with its first piece.
+
+    is_custom: `arguments` are the input of a custom tool.
+    """
 
     number: int
     arguments: str
     id: str | None = None
     name: str | None = None
+    is_custom: bool = False
 
 
 class TextPart(NamedTuple):
@@ -315,7 +319,7 @@ class ToolCallReader:
             self._state = self._read_marks
             self._begin_call(found)
             return behind
-        held = _longest_overlap(text, opening)
+        held = longest_overlap(text, opening)
         self._rest = text[len(text) - held :]
         self._add_content(text[: len(text) - held], rest=self._rest)
         return None
@@ -455,8 +459,8 @@ def _without_marks(text: str, mark: str) -> str | None:
     return None if mark.startswith(text) else text
 
 
-def _longest_overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text` with which `mark` begins."""
+def longest_overlap(text: str, mark: str) -> int:
+    """Return the length of the longest end of `text` with which `mark` begins, if it is not all of it."""
     return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:size])), 0)
 
 
@@ -482,24 +486,23 @@ class CustomInput:
     """
 
     def __init__(self, *, is_bare: bool) -> None:
-        self.is_whole = False
-        self._is_bare, self._arguments = is_bare, ""
+        self._is_bare, self._is_whole, self._arguments = is_bare, False, ""
 
     def feed(self, arguments: str) -> str:
         """Return what the input gains by more of the arguments: all at once, when they are complete."""
-        if self._is_bare or self.is_whole:
+        if self._is_bare or self._is_whole:
             return arguments if self._is_bare else ""
         self._arguments += arguments
         if not (arguments.rstrip().endswith("}") and is_whole(self._arguments)):
             return ""
-        self.is_whole = True
+        self._is_whole = True
         value = json.loads(self._arguments)
         text = value.get("input") if isinstance(value, dict) else None
         return self._arguments if not isinstance(text, str) or _decoded(json.dumps(text)) is None else text
 
     def finish(self) -> str:
         """Return what the input gains at the end of a call that was not cut: what is no JSON stays as it is."""
-        return "" if self.is_whole or self._is_bare else self._arguments
+        return "" if self._is_whole or self._is_bare else self._arguments
 
 
 def is_whole(arguments: str) -> bool:

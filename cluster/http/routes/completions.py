@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from cluster.http.openapi import RESUMABLE, STREAM, WITH_BODY, errors
 from cluster.http.replies import ignored_header, json_reply
 from cluster.http.service import RequestHead, Service
-from cluster.openai.events import events_of, has_totals, with_id
+from cluster.openai.events import events_of, with_id
 from cluster.openai.openai_format import ChatFormat, CompletionFormat, ResponseFormat
 from cluster.openai.output_processor import Generation
 from cluster.openai.request_params import ineffective_settings
@@ -81,7 +81,7 @@ async def generate(
     unread = [*service.ignored(body), *ineffective_settings(body.speculative, service.limits)]
     headers = ignored_header(request, unread)
     ids = _event_ids(service, response_format, generations, head) if body.stream else None
-    if ids is not None and ids.is_over(has_totals=has_totals(body)):
+    if ids is not None and ids.is_over(has_totals=response_format.has_totals):
         return Response(with_id(SSE_DONE, ids.last), media_type=EventStream.media_type, headers=headers)
     deltas = service.deltas(generations, head, is_streamed=body.stream)
     first = await service.admission.first(deltas, head.wait_s(body))  # errors before it get their own HTTP status

@@ -14,8 +14,7 @@ from cluster.errors import BadRequest, not_found
 from cluster.http.openapi import STREAM, WITH_BODY, errors
 from cluster.http.replies import ignored_header, json_reply
 from cluster.http.routes.batches import After, NumEntries, Order
-from cluster.http.service import RequestHead, Service
-from cluster.openai.output_processor import Generation
+from cluster.http.service import Service
 from cluster.openai.request_params import ineffective_settings
 from cluster.openai.response_store import StoredResponse
 from cluster.openai.responses_api import (
@@ -62,7 +61,30 @@ def add_response_routes(app: FastAPI, service: Service) -> None:
                 [generation] = await service.prepare(chat, [prompt], head, ids)
                 new_reader = service.answers.of(chat, prompt)
                 builder = ResponseBuilder(body, chat, service.model_id, service.tokenizer, new_reader, service.replica)
-                return await respond(service, body, builder, generation, history, head, head.wait_s(chat), request)
+                unread = [*body.ignored(), *ineffective_settings(body.speculative, service.limits)]
+                headers = ignored_header(request, unread)
+                deltas = service.deltas([generation], head, is_streamed=body.stream)
+                # Errors before the first delta get their own HTTP status.
+                first = await service.admission.first(deltas, head.wait_s(chat))
+
+            def finished() -> StoredResponse:
+                return StoredResponse.of(service.owner(request), body, history, builder.response)
+
+            def keep(finished: StoredResponse) -> None:
+                if body.store:
+                    service.responses.put(finished)
+
+            if body.stream:
+                events = events_of(builder, generation, first, deltas, lambda: keep(finished()))
+                return EventStream(events, deltas, headers)
+            builder.feed(first[1])
+            async with aclosing(deltas):
+                async for _, delta in deltas:
+                    builder.feed(delta)
+            builder.end(generation)
+            stored = await asyncio.to_thread(finished) if body.has_logprobs else finished()  # as in `generate`
+            keep(stored)
+            return Response(stored.response, media_type="application/json", headers=headers)
 
     @app.post("/v1/responses/input_tokens", response_model=InputTokens, responses=WITH_BODY)
     @cancel_on_disconnect
@@ -107,40 +129,3 @@ def add_stored_response_routes(app: FastAPI, service: Service) -> None:
     ) -> Response:
         owner = service.owner(request)
         return json_reply(service.responses.input_items(id, owner, limit=limit, after=after, order=order))
-
-
-async def respond(
-    service: Service,
-    body: ResponsesRequest,
-    builder: ResponseBuilder,
-    generation: Generation,
-    history: list[dict[str, Any]],
-    head: RequestHead,
-    wait_s: float | None,
-    request: Request,
-) -> Response:
-    """Run the request in the engine; return the whole response, or its events. Store the conversation at its end.
-
-    wait_s: how long the first token may take.
-    """
-
-    def finished() -> StoredResponse:
-        return StoredResponse.of(service.owner(request), body, history, builder.response)
-
-    def keep(finished: StoredResponse) -> None:
-        if body.store:
-            service.responses.put(finished)
-
-    headers = ignored_header(request, [*body.ignored(), *ineffective_settings(body.speculative, service.limits)])
-    deltas = service.deltas([generation], head, is_streamed=body.stream)
-    first = await service.admission.first(deltas, wait_s)  # errors before it get their own HTTP status
-    if body.stream:
-        return EventStream(events_of(builder, generation, first, deltas, lambda: keep(finished())), deltas, headers)
-    builder.feed(first[1])
-    async with aclosing(deltas):
-        async for _, delta in deltas:
-            builder.feed(delta)
-    builder.end(generation)
-    stored = await asyncio.to_thread(finished) if body.has_logprobs else finished()  # as in `generate`
-    keep(stored)
-    return Response(stored.response, media_type="application/json", headers=headers)

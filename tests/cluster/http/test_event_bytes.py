@@ -104,7 +104,7 @@ def test_an_event_is_what_pydantic_writes(
     for index, choice in enumerate(choices):
         for chunk in chunks_of(tokenizer, text, body, size):
             delta = choice.process(chunk)
-            event = twins[0].event(index, choice, delta, has_usage=has_usage)
+            event = twins[0].event(index, choice, delta)
             expected = twins[1].chunk(index, choice, delta)
             if expected is not None and has_usage:
                 expected.usage = running_usage(choice, delta)

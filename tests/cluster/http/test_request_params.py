@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from cluster.errors import BadRequest
-from cluster.openai.request_params import RequestLimits, SeedSource, build_submits, derive_seed
+from cluster.openai.request_params import RequestLimits, SeedSource, build_submits, derive_seed, ineffective_settings
 from secateur.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
+from secateur.speculative import Speculative
 from tests.support.fake_service import CONFIG
 from workers.comm.ipc import Speculation, Submit
 from workers.settings import Constraints
 
-LIMITS = RequestLimits(max_model_len=100, vocab_size=50, num_speculative_tokens=16, eos_token_ids=(0,))
+LIMITS = RequestLimits(config=replace(CONFIG, eos_token_ids=(0,)), max_model_len=100, vocab_size=50)
 
 
 def first_submit(
@@ -28,9 +29,11 @@ def submit(prompt_length: int = 1, *, bad_words: Any = (), **fields: Any) -> Sub
     return first_submit(request, [1] * prompt_length, bad_words=bad_words)
 
 
-def test_without_a_drafter_there_are_no_trees_and_the_rule_is_coupled() -> None:
-    config = replace(CONFIG, draft=None, eos_token_ids=(0,))
-    assert RequestLimits.of(config, max_model_len=100, vocab_size=50) == replace(LIMITS, num_speculative_tokens=0)
+def test_without_a_drafter_the_rule_is_coupled() -> None:
+    limits = replace(LIMITS, config=replace(CONFIG, draft=None))
+    asked = Speculative(enable_draft_probs=True)
+    assert ineffective_settings(asked, limits) == ["speculative.enable_draft_probs"]
+    assert ineffective_settings(Speculative(), limits) == []
 
 
 def test_only_an_explicit_length_can_exceed_the_context() -> None:
@@ -62,7 +65,10 @@ def test_the_last_tokens_of_a_prompt_are_kept() -> None:
 
 def test_a_priority_needs_a_service_that_serves_by_priority() -> None:
     urgent = CompletionRequest(prompt="x", priority=-3)
-    assert first_submit(urgent, [1], limits=replace(LIMITS, has_priorities=True)).priority == -3
+    assert (
+        first_submit(urgent, [1], limits=replace(LIMITS, config=replace(CONFIG, scheduling_policy="priority"))).priority
+        == -3
+    )
     with pytest.raises(BadRequest, match="--scheduling-policy priority") as refused:
         first_submit(urgent, [1])
     assert refused.value.param == "priority"
@@ -256,4 +262,4 @@ def test_as_many_min_tokens_as_there_is_room_for_are_accepted_and_no_more() -> N
 def test_speculative_settings_without_a_drafter_are_an_error() -> None:
     request = CompletionRequest(prompt="x", speculative={"num_speculative_tokens": 2})  # type: ignore[arg-type]
     with pytest.raises(BadRequest, match=r"^speculative: this service runs without a drafter; leave it out$"):
-        first_submit(request, [1], limits=replace(LIMITS, num_speculative_tokens=0))
+        first_submit(request, [1], limits=replace(LIMITS, config=replace(CONFIG, draft=None)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -36,9 +35,11 @@ def read(pieces: list[str], begins_inside: bool) -> tuple[str, str]:
 
 def counted(pieces: list[str], begins_inside: bool) -> list[int]:
     """Return the count of reasoning tokens after each token; the tokens have these texts."""
-    detokenizer: Any = SimpleNamespace(feed=lambda ids: pieces[ids[0]])
-    counter = ReasoningCounter(detokenizer, begins_inside=begins_inside)
-    return [counter.feed([place]) for place in range(len(pieces))]
+    counter, counts = ReasoningCounter(begins_inside=begins_inside), []
+    for piece in pieces:
+        counter.feed(piece)
+        counts.append(counter.count)
+    return counts
 
 
 def num_inside(pieces: list[str], begins_inside: bool) -> int:

@@ -45,7 +45,7 @@ def read(format: Any, pieces: list[str], **options: Any) -> tuple[str, Calls]:
     content, calls, ids = "", [], set()
     for part in [*(reader.feed(piece) for piece in pieces), reader.finish()]:
         content += part.content
-        for number, arguments, id, name in part.calls:
+        for number, arguments, id, name, _ in part.calls:
             if id is not None:
                 assert number == len(calls) and name
                 calls.append((name, ""))
