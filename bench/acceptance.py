@@ -25,7 +25,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from bench.harness import Plan, Run, main, scaled
+from bench.harness import BenchmarkPlan, Run, main, scaled
 from bench.sequoia import NodePath, acceptance_table, best_tree, expected_accepted
 from cluster.bench.report import Report, Row
 from cluster.bench.runner import GeneratedAnswer, GenerationJob, Runner
@@ -63,7 +63,7 @@ SMOOTHING = 8
 """Pseudo-trials that shrink the acceptance rate of a depth towards that of the depth above: deep samples are few."""
 
 
-class AcceptancePlan(Plan):
+class AcceptancePlan(BenchmarkPlan):
     """The cells of the acceptance table, and the requests that each cell runs."""
 
     temperatures: Some[Temperature] = (

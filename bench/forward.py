@@ -16,7 +16,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from bench.harness import Plan, Run, main, scaled
+from bench.harness import BenchmarkPlan, Run, main, scaled
 from cluster.bench.report import Report, Row
 from cluster.bench.setup import workload
 from secateur.bench import PositiveInt, Some
@@ -41,7 +41,7 @@ NOTES = (
 _BANDWIDTH_BYTES = 1 << 30
 
 
-class ForwardPlan(Plan):
+class ForwardPlan(BenchmarkPlan):
     """The forwards to time."""
 
     rows: Some[PositiveInt] = (1, 2, 4, 5, 8, 9, 17, 33)

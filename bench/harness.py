@@ -40,7 +40,7 @@ MAX_PROMPTS = 32
 """Most prompts that are read; further requests repeat them."""
 
 
-class Plan(Strict):
+class BenchmarkPlan(Strict):
     """Settings of a benchmark, each of which is a flag; its docstring is the flag's help."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
@@ -79,7 +79,7 @@ class Run(NamedTuple):
             yield found
 
 
-def main(plan: type[Plan], benchmark: Callable[[Run], Report], quick: dict[str, Any]) -> None:
+def main(plan: type[BenchmarkPlan], benchmark: Callable[[Run], Report], quick: dict[str, Any]) -> None:
     """Run a benchmark with the flags of this process, and end the process.
 
     Args:
@@ -115,7 +115,7 @@ def main(plan: type[Plan], benchmark: Callable[[Run], Report], quick: dict[str, 
     sys.exit(cli.main(own=app))
 
 
-def flags_of(plan: type[Plan]) -> dict[str, Any]:
+def flags_of(plan: type[BenchmarkPlan]) -> dict[str, Any]:
     """Return typer's annotation for each setting of a plan; None is the default of every flag."""
     flags = {}
     for name, field in plan.model_fields.items():

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from bench.harness import Plan
+from bench.harness import BenchmarkPlan
 from secateur.bench import PositiveInt, Some, Temperature
 from secateur.errors import ConfigError, Problem
 from secateur.token_tree import MAX_NODES
@@ -37,7 +37,7 @@ ALONE: tuple[ContestantName, ...] = ("assisted", "prompt_lookup")
 """Contestants that answer one request at a time."""
 
 
-class SpeedPlan(Plan):
+class SpeedPlan(BenchmarkPlan):
     """The contestants and batch sizes of a speed comparison."""
 
     contestants: Some[ContestantName] = tuple(name for name in get_args(ContestantName) if name not in PEERS)
