@@ -144,8 +144,9 @@ def test_the_wheel_ships_every_file_of_the_bundled_models(shipped: set[str]) -> 
     assert "secateur/py.typed" in shipped
 
 
-def test_the_wheel_ships_the_inspector_s_page(shipped: set[str]) -> None:
-    assert "cluster/http/inspector.html" in shipped
+@pytest.mark.parametrize("file", ["cluster/http/inspector.html", "secateur/other_settings.txt"])
+def test_the_wheel_ships_what_the_packages_read(file: str, shipped: set[str]) -> None:
+    assert file in shipped
 
 
 def test_the_wheel_ships_licence_and_notice(shipped: set[str]) -> None:
