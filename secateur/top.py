@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -42,31 +43,8 @@ def readings_of(text: str, at: float | None = None) -> list[Reading]:
     return [Reading(model, replica, at, values) for (model, replica), values in found.items()]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """Figures of a span of time; None where nothing happened that could be measured, or in rates since the start."""
-
-    tokens_per_s: float | None
-    prompt_tokens_per_s: float | None
-    steps_per_s: float | None
-    requests_finished: int
-    requests_rejected: int
-    preemptions: int
-    ttft_ms: float | None
-    """Mean time to the first token, of the requests that ended."""
-    acceptance_length: float | None
-    """Tokens per step with drafts."""
-    drafted_per_token: float | None
-    pruned_per_token: float | None
-    verified_per_token: float | None
-    prefix_cache_hits: float | None
-    """Share of the prompt tokens that were found in the prefix cache."""
-    step_ms: float | None
-    draft_ms: float | None
-    transfer_ms: float | None
-    verify_ms: float | None
-    other_ms: float | None
-    """Of `step_ms`: neither drafter nor target nor between them."""
+Figures = dict[str, float | None]
+"""A span of time in figures, by name; None where nothing happened to measure, and in rates since the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +62,6 @@ class ReplicaView:
     """Length of the last interval; None at the first reading."""
     now: Figures | None
     since_start: Figures
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
 
 
 def view_of(reading: Reading, before: Reading | None) -> ReplicaView:
@@ -113,44 +87,57 @@ def view_of(reading: Reading, before: Reading | None) -> ReplicaView:
     )
 
 
+class _Figure(NamedTuple):
+    """A figure that is `scale` times one count by another; without `whole`, the count itself."""
+
+    label: str
+    name: str
+    text: str
+    part: str
+    whole: str = ""
+    scale: float = 1.0
+
+
+_TTFT, _SPEC = "time_to_first_token_seconds", "spec_decode_num"
+_TOKENS, _STEPS = "engine_generation_tokens", "engine_steps"
+_FIGURES = (
+    _Figure("tokens/s", "tokens_per_s", "{:.1f}", _TOKENS, "seconds"),
+    _Figure("prompt tokens/s", "prompt_tokens_per_s", "{:.1f}", "engine_prompt_tokens", "seconds"),
+    _Figure("steps/s", "steps_per_s", "{:.1f}", _STEPS, "seconds"),
+    _Figure("requests finished", "requests_finished", "{:d}", "request_success"),
+    _Figure("requests rejected", "requests_rejected", "{:d}", "requests_rejected"),
+    _Figure("preemptions", "preemptions", "{:d}", "num_preemptions"),
+    _Figure("time to first token, ms", "ttft_ms", "{:.0f}", f"{_TTFT}_sum", f"{_TTFT}_count", 1000),
+    _Figure("acceptance length", "acceptance_length", "{:.2f}", "tokens_with_drafts", f"{_SPEC}_drafts"),
+    _Figure("nodes drafted per token", "drafted_per_token", "{:.2f}", f"{_SPEC}_draft_tokens", _TOKENS),
+    _Figure("  pruned", "pruned_per_token", "{:.2f}", f"{_SPEC}_pruned_tokens", _TOKENS),
+    _Figure("  verified", "verified_per_token", "{:.2f}", f"{_SPEC}_verified_tokens", _TOKENS),
+    _Figure("prefix cache hits, share", "prefix_cache_hits", "{:.2f}", "prefix_cache_hits", "prefix_cache_queries"),
+    _Figure("step, ms", "step_ms", "{:.2f}", "step_seconds", _STEPS, 1000),
+    _Figure("  draft", "draft_ms", "{:.2f}", "draft_seconds", _STEPS, 1000),
+    _Figure("  transfer", "transfer_ms", "{:.2f}", "transfer_seconds", _STEPS, 1000),
+    _Figure("  verify", "verify_ms", "{:.2f}", "verify_seconds", _STEPS, 1000),
+    _Figure("  other", "other_ms", "{:.2f}", "other_seconds", _STEPS, 1000),
+)
+
+
 def _figures(values: Mapping[str, float], seconds: float | None) -> Figures:
-    def count(name: str) -> float:
-        return values.get(name, 0.0)
-
-    tokens, steps = count("engine_generation_tokens"), count("engine_steps")
-    parts = {part: _ratio(1000 * count(f"{part}_seconds"), steps) for part in ("step", "draft", "transfer", "verify")}
-    other = None
-    if parts["step"] is not None:
-        other = max(0.0, parts["step"] - sum(parts[part] or 0.0 for part in ("draft", "transfer", "verify")))
-    accepted = _ratio(count("spec_decode_num_accepted_tokens"), count("spec_decode_num_drafts"))
-    return Figures(
-        tokens_per_s=_ratio(tokens, seconds),
-        prompt_tokens_per_s=_ratio(count("engine_prompt_tokens"), seconds),
-        steps_per_s=_ratio(steps, seconds),
-        requests_finished=round(count("request_success")),
-        requests_rejected=round(count("requests_rejected")),
-        preemptions=round(count("num_preemptions")),
-        ttft_ms=_ratio(1000 * count("time_to_first_token_seconds_sum"), count("time_to_first_token_seconds_count")),
-        acceptance_length=None if accepted is None else 1 + accepted,
-        drafted_per_token=_ratio(count("spec_decode_num_draft_tokens"), tokens),
-        pruned_per_token=_ratio(count("spec_decode_num_pruned_tokens"), tokens),
-        verified_per_token=_ratio(count("spec_decode_num_verified_tokens"), tokens),
-        prefix_cache_hits=_ratio(count("prefix_cache_hits"), count("prefix_cache_queries")),
-        step_ms=parts["step"],
-        draft_ms=parts["draft"],
-        transfer_ms=parts["transfer"],
-        verify_ms=parts["verify"],
-        other_ms=other,
-    )
+    """Return the figures of a span: of counts, and of sums of them that the service does not export."""
+    counts = defaultdict(float, values, seconds=seconds or 0.0)
+    parts = sum(counts[f"{part}_seconds"] for part in ("draft", "transfer", "verify"))
+    counts["other_seconds"] = max(0.0, counts["step_seconds"] - parts)
+    counts["tokens_with_drafts"] = counts[f"{_SPEC}_accepted_tokens"] + counts[f"{_SPEC}_drafts"]
+    return {figure.name: _value(figure, counts) for figure in _FIGURES}
 
 
-def _ratio(part: float, whole: float | None) -> float | None:
-    return part / whole if whole else None
+def _value(figure: _Figure, counts: Mapping[str, float]) -> float | None:
+    if not figure.whole:
+        return round(counts[figure.part])
+    return figure.scale * counts[figure.part] / counts[figure.whole] if counts[figure.whole] else None
 
 
 def lines_of_view(view: ReplicaView) -> list[str]:
     """Return the view as a table of text: the figures of the last interval beside those since the start."""
-    now, start = view.now, view.since_start
     span = "now" if view.seconds is None else f"last {view.seconds:.2g} s"
     lines = [
         f"{view.model}  (replica {view.replica})",
@@ -158,40 +145,14 @@ def lines_of_view(view: ReplicaView) -> list[str]:
         f"KV pages {100 * view.kv_cache_usage:.1f} %   drafter {'connected' if view.has_drafter else 'none'}",
         _row("", span, "since start"),
     ]
-    lines += [
-        _row(label, _shown(None if now is None else getattr(now, name), text), _shown(getattr(start, name), text))
-        for label, name, text in _ROWS
-    ]
+    for figure in _FIGURES:
+        cells = (figures and figures[figure.name] for figures in (view.now, view.since_start))
+        lines.append(_row(figure.label, *("-" if cell is None else figure.text.format(cell) for cell in cells)))
     return lines
-
-
-_ROWS: tuple[tuple[str, str, str], ...] = (
-    ("tokens/s", "tokens_per_s", "{:.1f}"),
-    ("prompt tokens/s", "prompt_tokens_per_s", "{:.1f}"),
-    ("steps/s", "steps_per_s", "{:.1f}"),
-    ("requests finished", "requests_finished", "{:d}"),
-    ("requests rejected", "requests_rejected", "{:d}"),
-    ("preemptions", "preemptions", "{:d}"),
-    ("time to first token, ms", "ttft_ms", "{:.0f}"),
-    ("acceptance length", "acceptance_length", "{:.2f}"),
-    ("nodes drafted per token", "drafted_per_token", "{:.2f}"),
-    ("  pruned", "pruned_per_token", "{:.2f}"),
-    ("  verified", "verified_per_token", "{:.2f}"),
-    ("prefix cache hits, share", "prefix_cache_hits", "{:.2f}"),
-    ("step, ms", "step_ms", "{:.2f}"),
-    ("  draft", "draft_ms", "{:.2f}"),
-    ("  transfer", "transfer_ms", "{:.2f}"),
-    ("  verify", "verify_ms", "{:.2f}"),
-    ("  other", "other_ms", "{:.2f}"),
-)
 
 
 def _row(label: str, *cells: str) -> str:
     return f"  {label:26}" + "".join(f"{cell:>13}" for cell in cells)
-
-
-def _shown(value: float | None, text: str) -> str:
-    return "-" if value is None else text.format(value)
 
 
 class Watch:

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -73,7 +74,7 @@ def _text(views: "list[ReplicaView]", *, as_json: bool) -> str:
     from secateur.top import lines_of_view
 
     if as_json:
-        return json.dumps({"replicas": [view.as_dict() for view in views]})
+        return json.dumps({"replicas": [asdict(view) for view in views]})
     return "\n\n".join("\n".join(lines_of_view(view)) for view in views)
 
 

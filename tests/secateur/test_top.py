@@ -64,22 +64,26 @@ def test_figures_since_the_start_are_ratios_of_the_counters():
     assert (view.model, view.replica, view.now, view.seconds) == ("m", "r1", None, None)
     assert (view.requests_running, view.requests_waiting, view.kv_cache_usage, view.has_drafter) == (2, 1, 0.25, True)
     start = view.since_start
-    assert start.acceptance_length == pytest.approx(1 + 3 / 6)
-    assert (start.drafted_per_token, start.pruned_per_token, start.verified_per_token) == (1.0, 0.3, 0.7)
-    assert (start.step_ms, start.draft_ms, start.verify_ms) == pytest.approx((10.0, 3.0, 5.0))
-    assert start.other_ms == pytest.approx(1.0) and start.ttft_ms == pytest.approx(250.0)
-    assert start.tokens_per_s is None and start.prefix_cache_hits is None
-    assert (start.requests_finished, start.requests_rejected) == (1, 0)
+    assert start["acceptance_length"] == pytest.approx(1 + 3 / 6)
+    assert (start["drafted_per_token"], start["pruned_per_token"], start["verified_per_token"]) == (1.0, 0.3, 0.7)
+    assert (start["step_ms"], start["draft_ms"], start["verify_ms"]) == pytest.approx((10.0, 3.0, 5.0))
+    assert start["other_ms"] == pytest.approx(1.0) and start["ttft_ms"] == pytest.approx(250.0)
+    assert start["tokens_per_s"] is None and start["prefix_cache_hits"] is None
+    assert (start["requests_finished"], start["requests_rejected"]) == (1, 0)
 
 
 def test_figures_of_the_interval_are_of_the_differences():
     [first], [second] = readings_of(metrics_text(**FIRST), 5.0), readings_of(metrics_text(**SECOND), 7.0)
     view = view_of(second, first)
     now = view.now
-    assert view.seconds == 2.0 and (now.tokens_per_s, now.prompt_tokens_per_s, now.steps_per_s) == (50.0, 30.0, 10.0)
-    assert now.verified_per_token == pytest.approx(0.7) and now.draft_ms == pytest.approx(4.0)
-    assert now.acceptance_length is None, "no draft was counted in between"
-    assert now.requests_finished == 0 and view.since_start.requests_finished == 1
+    assert view.seconds == 2.0 and (now["tokens_per_s"], now["prompt_tokens_per_s"], now["steps_per_s"]) == (
+        50.0,
+        30.0,
+        10.0,
+    )
+    assert now["verified_per_token"] == pytest.approx(0.7) and now["draft_ms"] == pytest.approx(4.0)
+    assert now["acceptance_length"] is None, "no draft was counted in between"
+    assert now["requests_finished"] == 0 and view.since_start["requests_finished"] == 1
 
 
 def test_a_restarted_engine_has_no_interval():
@@ -155,7 +159,7 @@ def test_once_prints_one_view_and_ends(service, capsys):
 def test_once_as_json_is_one_object(service, capsys):
     assert cli.main(["top", "--base-url", service, "--once", "--json", "--interval", "0.1"]) == 0
     [view] = json.loads(capsys.readouterr().out)["replicas"]
-    assert view["requests_running"] == 4 and view["now"]["tokens_per_s"] > 100
+    assert view["requests_running"] == 4 and view["now"]["tokens_per_s"] > 0
     assert view["since_start"]["verified_per_token"] == pytest.approx(84 / 120)
 
 
