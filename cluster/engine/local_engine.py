@@ -13,7 +13,6 @@ import asyncio
 import os
 
 from cluster.engine.engine_client import EngineClient
-from cluster.engine.engine_restart import EngineRestart
 from cluster.engine.process_host import ProcessHost
 from cluster.engine.rank_placement import num_bundles, rank_placements
 from cluster.engine.supervisor import Supervisor
@@ -37,7 +36,6 @@ class LocalEngine:
         self.stage = f"starting the engine's {config.world_size} processes"
         """What the start is doing, for progress lines."""
         self._restarts = restarts
-        self._restart = EngineRestart(self.client, self._start)
         self._host: ProcessHost | None = None
         self._supervisor: Supervisor | None = None
 
@@ -57,30 +55,20 @@ class LocalEngine:
         Raises EngineDead, TimeoutError, or what `read_specs` raises; no process is left running then.
         """
         self._host = ProcessHost(self.config, device_env=_device_env, on_joined=lambda: self._report("warming up"))
-        self._supervisor = Supervisor(
-            self._host, self.client, on_death=lambda reason: self.client.on_loss(reason), report=self._report
-        )
+        self._supervisor = Supervisor(self._host, self.client, restarts=self._restarts, report=self._report)
         try:
-            await self._start()
+            if self._specs is None:
+                self._specs = await asyncio.to_thread(read_specs, self.config)
+            await self._supervisor.start(self.config, self._specs)
         except BaseException:
             await self.close()
             raise
-        if self._restarts:
-            self.client.on_loss = self._restart.lost
-
-    async def _start(self) -> None:
-        """Start the ranks, again if they have run."""
-        assert self._supervisor is not None
-        if self._specs is None:
-            self._specs = await asyncio.to_thread(read_specs, self.config)
-        await self._supervisor.start(self.config, self._specs)
 
     def _report(self, stage: str) -> None:
         self.stage = stage
 
     async def close(self) -> None:
         """Stop the engine and wait until all its processes have ended. May be called twice."""
-        self._restart.cancel()
         if self._supervisor is not None:
             self._supervisor.expect_end()
         await self.client.close()

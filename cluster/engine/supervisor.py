@@ -1,4 +1,4 @@
-"""Starts the ranks of one engine, watches them, and kills all of them when one is lost.
+"""Starts the ranks of one engine, watches them, and starts all of them again when one is lost.
 
 Where ranks run is the matter of a `RankHost`: `ProcessHost` has processes of this machine, `serve.ray_host.RayHost`
 has actors of Ray.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,9 @@ from workers.config import DRAFT_LINK_VARIABLE, PULSE_VARIABLE, EngineConfig
 from workers.models.specs import Specs
 
 logger = logging.getLogger(__name__)
+
+MAX_STARTS = 3
+"""How often a new engine is started in place of a lost one, until one is ready."""
 
 
 class RankHost(Protocol):
@@ -59,8 +63,9 @@ class RankHost(Protocol):
 class Supervisor:
     """The ranks of one engine on a host. Use it in the client's event loop.
 
-    When a rank dies, all others are killed, and then `on_death` is called once with the reason; `start` may be called
-    again then. A drafter that the engine may lose is replaced instead. report: called with each stage of a start.
+    When a rank dies, all others are killed. restarts: whether another engine is then started, which goes on with the
+    requests of the lost one; a drafter that the engine may lose is replaced alone in any case. report: called with each
+    stage of a start. on_failure: called when no engine starts in place of a lost one; the requests have failed then.
     """
 
     def __init__(
@@ -68,24 +73,52 @@ class Supervisor:
         host: RankHost,
         client: EngineClient,
         *,
-        on_death: Callable[[str], None],
+        restarts: bool,
         report: Callable[[str], None],
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        self._host, self._client, self._on_death, self._report = host, client, on_death, report
+        self._host, self._client, self._report = host, client, report
+        self._restarts, self._on_failure = restarts, on_failure
+        self._replacing: asyncio.Task[None] | None = None
         self._runs: dict[int, asyncio.Task[RankExit]] = {}  # by rank
         self._watching: asyncio.Task[None] | None = None
         self._num_essential = 0  # the engine ends with any of these first ranks
-        self._restart: DrafterRestart | None = None
+        self._drafter: DrafterRestart | None = None
         self._monitor: HangMonitor | None = None
         self._pulse = ""  # the address to which ranks send signs of life, if they do
         self._folder: OwnedTempDir | None = None
 
     async def start(self, config: EngineConfig, specs: Specs) -> None:
-        """Start all ranks, in place of earlier ones, and return when the engine is ready.
+        """Start all ranks and return when the engine is ready.
 
-        Raises what `RankHost.start` does, EngineDead if a rank dies first, TimeoutError; then call `start` again, or
-        `close`.
+        Raises what `RankHost.start` does, EngineDead if a rank dies first, TimeoutError; then call `close`.
         """
+        await self._start(config, specs)
+        if self._restarts:
+            self._client.on_loss = partial(self._lost, config, specs)
+
+    def _lost(self, config: EngineConfig, specs: Specs, reason: str) -> None:
+        """Replace the engine. While that is going on, another loss makes the present attempt fail."""
+        self._client.interrupt(reason)
+        if self._replacing is None or self._replacing.done():
+            self._replacing = asyncio.create_task(self._replace(config, specs, reason))
+
+    async def _replace(self, config: EngineConfig, specs: Specs, reason: str) -> None:
+        began = time.monotonic()
+        for _ in range(MAX_STARTS):
+            try:
+                await self._start(config, specs)
+            except Exception:
+                logger.exception("a new engine did not start")
+            else:
+                seconds, num_pending = time.monotonic() - began, self._client.num_pending
+                logger.warning("a new engine goes on with %d requests after %.1f s", num_pending, seconds)
+                return
+        self._client.fail(reason)
+        self._on_failure()
+
+    async def _start(self, config: EngineConfig, specs: Specs) -> None:
+        """Start all ranks, in place of earlier ones."""
         self._stop_watching()
         self._num_essential = config.world_size
         await asyncio.gather(*map(self._host.free, range(config.world_size)))
@@ -102,7 +135,10 @@ class Supervisor:
             self._tolerate_drafter_loss(replace(config, num_pages=ready.num_pages), specs)
 
     def expect_end(self) -> None:
-        """Stop treating the exit of a rank as a failure."""
+        """Stop treating the exit of a rank as a failure, and start no more."""
+        if self._replacing is not None:
+            self._replacing.cancel()
+            self._replacing = None
         self._stop_watching()
         if self._monitor is not None:
             self._monitor.close()
@@ -151,7 +187,7 @@ class Supervisor:
         def has_exited() -> bool:
             return any(self._runs[rank].done() for rank in ranks)
 
-        self._restart = DrafterRestart(self._client, kill=kill, start=start, has_exited=has_exited)
+        self._drafter = DrafterRestart(self._client, kill=kill, start=start, has_exited=has_exited)
 
     async def _watch(self, num_ranks: int) -> None:
         """Wait for the exit of a rank without which the engine ends."""
@@ -162,15 +198,15 @@ class Supervisor:
         logger.error("%s", reason)  # the client may see the socket close before it learns the reason
         for rank in range(num_ranks):
             self._host.kill(rank)
-        self._on_death(reason)
+        self._client.on_loss(reason)
 
     def _exits(self, num_ranks: int) -> list[RankExit]:
         return [run.result() for rank, run in sorted(self._runs.items()) if rank < num_ranks and run.done()]
 
     def _stop_watching(self) -> None:
-        if self._restart is not None:
-            self._restart.cancel()
-            self._restart = None
+        if self._drafter is not None:
+            self._drafter.cancel()
+            self._drafter = None
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None

@@ -28,7 +28,6 @@ from cluster.convert import (
     with_tokenizer,
 )
 from cluster.engine.engine_client import EngineClient
-from cluster.engine.engine_restart import EngineRestart
 from cluster.engine.supervisor import Supervisor
 from cluster.http.server import create_app
 from cluster.local_service import build_service
@@ -70,20 +69,18 @@ class Replica:
         self._args = EngineArgs.load({"api_key": key, **args})
         check_files(self._args)
         self._client = EngineClient()
-        self._client.on_loss = self._engine_died
         self._cannot_tokenize_since = math.inf
         placed = placement_config(resolve_devices(self._args, num_gpus=None))
         group = ray.util.get_current_placement_group()
         self._supervisor = Supervisor(
-            RayHost(placed, group), self._client, on_death=self._engine_died, report=report_stage
+            RayHost(placed, group), self._client, restarts=True, report=report_stage, on_failure=self._give_up
         )
         try:
             await asyncio.to_thread(self._read_models, read)
-            self._restart = EngineRestart(self._client, self._start_engine, on_failure=self._give_up)
             self._tokenizing = TokenizerPool(self._tokenizer)
             self._tokenizing.begin()  # while the ranks still import torch
             try:
-                await self._start_engine()
+                await self._supervisor.start(self._config, self._specs)
                 await self._tokenizing.ready()
             except BaseException:
                 await self._tokenizing.close()
@@ -117,7 +114,6 @@ class Replica:
     async def __del__(self) -> None:
         if not self._serving:  # the constructor has ended what it had started
             return
-        self._restart.cancel()
         self._supervisor.close()
         await self._tokenizing.close()
         await self._client.close()
@@ -130,16 +126,6 @@ class Replica:
         config, self._specs = read_engine(self._args)
         self._config, self._tokenizer = with_tokenizer(self._args, config)
         fetch_weights(self._args, self._config)
-
-    async def _start_engine(self) -> None:
-        await self._supervisor.start(self._config, self._specs)
-
-    def _engine_died(self, reason: str) -> None:
-        """Replace the engine; its requests wait for the next one. While the replica starts, the start fails."""
-        if self._serving:
-            self._restart.lost(reason)
-        else:
-            self._client.fail(reason)
 
     def _give_up(self) -> None:
         """Exit, because no engine starts.

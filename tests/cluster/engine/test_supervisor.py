@@ -62,7 +62,8 @@ class Supervised:
 
     def __init__(self) -> None:
         self.host, self.client, self.deaths = Host(), EngineClient(), asyncio.Queue[str]()
-        self.supervisor = Supervisor(self.host, self.client, on_death=self._died, report=lambda stage: None)
+        self.supervisor = Supervisor(self.host, self.client, restarts=False, report=lambda stage: None)
+        self.client.on_loss = self._died
 
     async def start(self) -> list[str]:
         """Start the ranks and return what the host was told."""

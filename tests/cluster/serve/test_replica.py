@@ -21,8 +21,8 @@ from starlette.types import Message, Receive, Scope, Send
 import cluster.serve.launch
 import cluster.serve.replica
 from cluster.engine.engine_client import EngineClient, Health
-from cluster.engine.engine_restart import EngineRestart
 from cluster.engine.rank_exits import EngineDead
+from cluster.engine.supervisor import Supervisor
 from cluster.openai.streaming import EventStream, cancel_on_disconnect
 from cluster.serve.replica import TOKENIZER_GRACE_S, ClientDisconnects, Replica
 from secateur.config import EngineArgs
@@ -38,16 +38,17 @@ class FakeTokenizing:
         return Health(not self.reason, self.reason)
 
 
-class FakeSupervisor:
+class FakeSupervisor(Supervisor):
     """Starts a fake engine each time, or fails if `error` is set."""
 
-    def __init__(self, client: EngineClient, folder: Path) -> None:
-        self._client, self._folder = client, folder
+    def __init__(self, client: EngineClient, folder: Path, on_failure: Callable[[], None]) -> None:
+        super().__init__(None, client, restarts=True, report=print, on_failure=on_failure)  # type: ignore[arg-type]
+        self._folder = folder
         self.error: Exception | None = None
         self.engines: list[FakeEngine] = []
         self.is_closed = False
 
-    async def start(self, config: Any, specs: Any) -> None:
+    async def _start(self, config: Any, specs: Any) -> None:
         if self.error is not None:
             raise self.error
         if self.engines:
@@ -71,9 +72,7 @@ class ReplicaOf(Replica):
         self._client, self._serving, self._config, self._specs = client, True, None, None
         self._cannot_tokenize_since = math.inf
         self._tokenizing = FakeTokenizing()
-        self._client.on_loss = self._engine_died
-        self._supervisor = FakeSupervisor(client, folder)
-        self._restart = EngineRestart(client, self._start_engine, on_failure=self._give_up)
+        self._supervisor = FakeSupervisor(client, folder, self._give_up)
 
     def __del__(self) -> None:
         pass  # Serve would await it
@@ -127,7 +126,7 @@ async def test_a_lost_engine_is_replaced_and_its_requests_go_on(tmp_path: Path, 
     async with asyncio.timeout(60):
         while not supervisor.engines[0].submitted:
             await asyncio.sleep(0.01)
-    replica._engine_died("verifier 0 gave no sign of life")
+    client.on_loss("verifier 0 gave no sign of life")
     await replica.check_health()
     assert "verifier 0 gave no sign of life" in client.health().reason
     assert (await asyncio.wait_for(waiting, 60)).tokens == [1]
@@ -161,7 +160,7 @@ async def test_a_replica_whose_engines_do_not_start_fails_its_requests_and_exits
     supervisor.error = RuntimeError("no GPU is left")
     waiting = asyncio.create_task(last_chunk(client, Submit(id=1, prompt=[1], max_tokens=10)))
     await asyncio.sleep(0.05)
-    replica._engine_died("verifier 1 was killed")
+    client.on_loss("verifier 1 was killed")
     with pytest.raises(EngineDead, match="verifier 1 was killed"):
         await asyncio.wait_for(waiting, 60)
     await asyncio.sleep(0.05)
