@@ -93,7 +93,7 @@ def test_generate_samples_at_a_temperature() -> None:
 # -- the commands ----------------------------------------------------------------------------------------------------
 
 
-def run(plan: type[harness.Plan], benchmark: object, quick: dict, *flags: str) -> int:
+def run(plan: type[harness.BenchmarkPlan], benchmark: object, quick: dict, *flags: str) -> int:
     """Run a benchmark with these flags, in this process; return its exit code."""
     with mock.patch.object(sys, "argv", ["bench", *flags]), pytest.raises(SystemExit) as end:
         harness.main(plan, benchmark, quick)
