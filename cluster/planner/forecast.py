@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from cluster.engine.rank_placement import num_bundles
 from cluster.planner.acceptance import acceptance_curve
 from cluster.planner.fit import MemoryNeed, engine_pages, memory_needs, smallest_size
 from cluster.planner.memory import ModelShard
-from cluster.planner.roofline import StepTime, step_time
+from cluster.planner.roofline import step_time
 from cluster.planner.topology import bytes_text
 from secateur.errors import ConfigError, Problem
 from secateur.plan import Hardware, PlanRequest
@@ -24,30 +24,18 @@ class Prediction:
     batch: int
     nodes: int
     context: int
-    step: StepTime
-    accepted: float
-    """Draft tokens per step and request."""
-    num_devices: int
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Tokens of one request per step: the accepted ones and the target's own."""
-        return 1 + self.accepted
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Throughput of the whole batch."""
-        return 1e3 * self.batch * self.tokens_per_step / self.step.ms
-
-    @property
-    def per_request(self) -> float:
-        """Tokens per second of one request."""
-        return self.tokens_per_second / self.batch
-
-    @property
-    def per_device(self) -> float:
-        """Tokens per second and device."""
-        return self.tokens_per_second / self.num_devices
+    devices: int
+    tokens_per_step: float
+    """Tokens of one request per step: the accepted ones and the target's own."""
+    step_ms: float
+    verify_ms: float
+    draft_ms: float
+    transfer_ms: float
+    host_ms: float
+    tokens_per_second: float
+    """Throughput of the whole batch."""
+    tokens_per_second_per_request: float
+    tokens_per_second_per_device: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,37 +44,29 @@ class BatchForecast:
 
     off: Prediction
     on: Prediction | None
+    speedup: float
+    """Throughput relative to no speculation."""
 
     @property
     def chosen(self) -> Prediction:
         """With speculation if there is a drafter."""
         return self.on or self.off
 
-    @property
-    def speedup(self) -> float:
-        """Throughput relative to no speculation."""
-        return self.chosen.tokens_per_second / self.off.tokens_per_second
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLimit:
-    """The largest batch of one replica, and what limits it."""
-
-    pages: int
-    """KV pages."""
-    batch: int
-    reason: str
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Everything that `secateur plan` predicts of an engine."""
+    """Everything that `secateur plan` predicts of an engine. Its JSON has the same names."""
 
-    accepted_from: str
+    acceptance: str
+    """Where the chances of acceptance come from."""
     memory: tuple[MemoryNeed, ...]
-    smallest_size: int | None
-    """The smallest tensor parallel size that fits."""
-    batch_limit: BatchLimit
+    smallest_tensor_parallel_size: int | None
+    """The smallest one that fits."""
+    max_batch: int
+    """The largest batch of one replica."""
+    max_batch_reason: str
+    """What limits it."""
+    kv_pages: int
     batches: tuple[BatchForecast, ...]
 
 
@@ -104,17 +84,27 @@ def predict_engine(request: PlanRequest, config: EngineConfig, shards: list[Mode
         raise ConfigError(Problem("--nodes", f"{limit}; ask for less, or write more in --speculative-config"))
     hardware, draft, context = request.hardware, config.draft, request.context
     assert hardware is not None
-    batch_limit = _batch_limit(request, config, shards)
+    pages = _kv_pages(config, shards, hardware)
+    fits = pages // config.pages_for(context)
+    is_short = fits < config.max_num_seqs
+    max_batch = fits if is_short else config.max_num_seqs
     accepted = np.zeros(1) if draft is None else acceptance_curve(draft, request.acceptance)
 
     def predict(batch: int, nodes: int, num_devices: int) -> Prediction:
+        step = step_time(config, shards, hardware, batch, nodes, context)
+        tokens_per_step = 1 + float(accepted[nodes])
+        per_second = 1e3 * batch * tokens_per_step / step.ms
         return Prediction(
             batch=batch,
             nodes=nodes,
             context=context,
-            step=step_time(config, shards, hardware, batch, nodes, context),
-            accepted=float(accepted[nodes]),
-            num_devices=num_devices,
+            devices=num_devices,
+            tokens_per_step=tokens_per_step,
+            step_ms=step.ms,
+            **asdict(step),
+            tokens_per_second=per_second,
+            tokens_per_second_per_request=per_second / batch,
+            tokens_per_second_per_device=per_second / num_devices,
         )
 
     def best(batch: int) -> Prediction:
@@ -122,30 +112,27 @@ def predict_engine(request: PlanRequest, config: EngineConfig, shards: list[Mode
         sizes = range(most + 1) if request.nodes is None else [request.nodes]
         return max((predict(batch, n, num_bundles(config)) for n in sizes), key=lambda p: p.tokens_per_second)
 
+    def forecast(batch: int) -> BatchForecast:
+        off, on = predict(batch, 0, config.tensor_parallel_size), None if draft is None else best(batch)
+        return BatchForecast(off=off, on=on, speedup=(on or off).tokens_per_second / off.tokens_per_second)
+
     return Forecast(
-        accepted_from="no drafter" if draft is None else "as given" if request.acceptance else "typical, not measured",
+        acceptance="no drafter" if draft is None else "as given" if request.acceptance else "typical, not measured",
         memory=tuple(memory_needs(config, shards, 1e9 * hardware.memory_gb)),
-        smallest_size=smallest_size(config, 1e9 * hardware.memory_gb),
-        batch_limit=batch_limit,
-        batches=tuple(
-            BatchForecast(off=predict(batch, 0, config.tensor_parallel_size), on=None if draft is None else best(batch))
-            for batch in _batches(request, batch_limit)
-        ),
+        smallest_tensor_parallel_size=smallest_size(config, 1e9 * hardware.memory_gb),
+        max_batch=max_batch,
+        max_batch_reason=f"memory: {pages} KV pages, --context {context}" if is_short else "max_num_seqs",
+        kv_pages=pages,
+        batches=tuple(map(forecast, _batches(request, max_batch))),
     )
 
 
-def _batch_limit(request: PlanRequest, config: EngineConfig, shards: list[ModelShard]) -> BatchLimit:
-    hardware = request.hardware
-    assert hardware is not None
-    memory_bytes = 1e9 * hardware.memory_gb
+def _kv_pages(config: EngineConfig, shards: list[ModelShard], hardware: Hardware) -> int:
+    """Return the KV pages of the engine, without the null page. Raises ConfigError if it does not fit."""
     try:
-        pages = engine_pages(config, shards, memory_bytes) - 1  # without the null page
+        return engine_pages(config, shards, 1e9 * hardware.memory_gb) - 1
     except ValueError as error:  # as the engine would say, with its weights loaded
         raise ConfigError(_does_not_fit(config, shards, hardware, str(error))) from error
-    fits = pages // config.pages_for(request.context)
-    if fits < config.max_num_seqs:
-        return BatchLimit(pages=pages, batch=fits, reason=f"memory: {pages} KV pages, --context {request.context}")
-    return BatchLimit(pages=pages, batch=config.max_num_seqs, reason="max_num_seqs")
 
 
 def _does_not_fit(config: EngineConfig, shards: list[ModelShard], hardware: Hardware, reason: str) -> str:
@@ -161,7 +148,7 @@ def _does_not_fit(config: EngineConfig, shards: list[ModelShard], hardware: Hard
     return f"{hardware.name}: {reason} ({needs}; {instead})"
 
 
-def _batches(request: PlanRequest, batch_limit: BatchLimit) -> list[int]:
+def _batches(request: PlanRequest, max_batch: int) -> list[int]:
     """Return the requested batch sizes that fit; if one does not, also the largest that does."""
-    fitting = {batch for batch in request.batches if batch <= batch_limit.batch}
-    return sorted(fitting | ({batch_limit.batch} if max(request.batches) > batch_limit.batch else set()))
+    fitting = {batch for batch in request.batches if batch <= max_batch}
+    return sorted(fitting | ({max_batch} if max(request.batches) > max_batch else set()))

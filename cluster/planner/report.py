@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cluster.convert import engine_config, visible_gpus
 from cluster.engine.rank_placement import num_bundles
@@ -16,7 +16,7 @@ from secateur.plan import Hardware, PlanRequest
 from workers.config import EngineConfig
 
 if TYPE_CHECKING:
-    from cluster.planner.forecast import BatchForecast, Forecast, Prediction
+    from cluster.planner.forecast import BatchForecast, Forecast
 
 
 def run(args: EngineArgs, request: PlanRequest, *, as_json: bool = False) -> str:
@@ -38,11 +38,10 @@ def run(args: EngineArgs, request: PlanRequest, *, as_json: bool = False) -> str
 
     forecast = predict_engine(request, config, shards)
     if as_json:
-        return json.dumps({"topology": topology.splitlines(), **_json(forecast, request.hardware)}, indent=1)
+        hardware = request.hardware.model_dump(mode="json")
+        return json.dumps({"topology": topology.splitlines(), "hardware": hardware, **asdict(forecast)}, indent=1)
     return "\n\n".join([topology, *_text(forecast, request.hardware, config)])
 
-
-# -- as text ---------------------------------------------------------------------------------------------------------
 
 _COLUMNS = (6, 7, 13, 10, 9, 8, 10, 8, 11, 11, 12, 9)
 
@@ -50,14 +49,14 @@ _COLUMNS = (6, 7, 13, 10, 9, 8, 10, 8, 11, 11, 12, 9)
 def _text(forecast: Forecast, hardware: Hardware, config: EngineConfig) -> list[str]:
     head = [
         f"costs    PREDICTED for {hardware.name} from published figures and assumptions; nothing was measured; "
-        f"acceptance {forecast.accepted_from}",
+        f"acceptance {forecast.acceptance}",
         *(
             f"memory   {need.role}: {bytes_text(need.needed)} needed, with one longest request, of "
             f"{bytes_text(need.available)} available on each device; KV pages take the rest"
             for need in forecast.memory
         ),
-        f"smallest tensor_parallel_size that fits: {forecast.smallest_size}",
-        f"batch    at most {forecast.batch_limit.batch} requests ({forecast.batch_limit.reason})",
+        f"smallest tensor_parallel_size that fits: {forecast.smallest_tensor_parallel_size}",
+        f"batch    at most {forecast.max_batch} requests ({forecast.max_batch_reason})",
         f"decoding after {forecast.batches[0].off.context:g} tokens each:",
     ]
     rows = [
@@ -73,11 +72,10 @@ def _text(forecast: Forecast, hardware: Hardware, config: EngineConfig) -> list[
 
 def _batch_row(batch: BatchForecast) -> str:
     p = batch.chosen
-    step = (p.step.ms, p.step.verify_ms, p.step.draft_ms, p.step.transfer_ms, p.step.host_ms)
-    return _cells(p.batch, p.nodes, f"{p.tokens_per_step:.2f}", *(f"{ms:.2f}" for ms in step)) + _cells(
-        *(f"{value:.4g}" for value in (p.tokens_per_second, p.per_request, p.per_device)),
-        f"{batch.speedup:.2f}",
-        start=8,
+    times = (p.step_ms, p.verify_ms, p.draft_ms, p.transfer_ms, p.host_ms)
+    speeds = (p.tokens_per_second, p.tokens_per_second_per_request, p.tokens_per_second_per_device)
+    return _cells(p.batch, p.nodes, f"{p.tokens_per_step:.2f}", *(f"{ms:.2f}" for ms in times)) + _cells(
+        *(f"{speed:.4g}" for speed in speeds), f"{batch.speedup:.2f}", start=8
     )
 
 
@@ -89,47 +87,10 @@ def _placements(forecast: Forecast, config: EngineConfig) -> str:
     """Compare placements. Drafting and verifying take turns, so a dedicated drafter adds devices but no speed."""
     assert config.draft is not None
     batch = forecast.batches[-1]
-    parts = []
+    off, parts = batch.off, []
     for placement in ("dedicated", "colocated"):
         devices = num_bundles(replace(config, draft=replace(config.draft, placement=placement)))
         per_device = batch.chosen.tokens_per_second / devices
         parts.append(f"{placement} {devices} devices, {per_device:.4g} tokens/s each")
-    plain = f"without speculation {batch.off.num_devices} devices, {batch.off.per_device:.4g} tokens/s each"
-    return f"devices  at batch {batch.off.batch}: " + "; ".join([*parts, plain])
-
-
-# -- as JSON ---------------------------------------------------------------------------------------------------------
-
-
-def _json(forecast: Forecast, hardware: Hardware) -> dict[str, Any]:
-    return {
-        "hardware": hardware.model_dump(mode="json"),
-        "acceptance": forecast.accepted_from,
-        "memory": [asdict(need) for need in forecast.memory],
-        "smallest_tensor_parallel_size": forecast.smallest_size,
-        "max_batch": forecast.batch_limit.batch,
-        "max_batch_reason": forecast.batch_limit.reason,
-        "kv_pages": forecast.batch_limit.pages,
-        "batches": [
-            {"off": _prediction(batch.off), "on": _prediction(batch.on) if batch.on else None, "speedup": batch.speedup}
-            for batch in forecast.batches
-        ],
-    }
-
-
-def _prediction(p: Prediction) -> dict[str, float]:
-    return {
-        "batch": p.batch,
-        "nodes": p.nodes,
-        "context": p.context,
-        "devices": p.num_devices,
-        "tokens_per_step": p.tokens_per_step,
-        "step_ms": p.step.ms,
-        "verify_ms": p.step.verify_ms,
-        "draft_ms": p.step.draft_ms,
-        "transfer_ms": p.step.transfer_ms,
-        "host_ms": p.step.host_ms,
-        "tokens_per_second": p.tokens_per_second,
-        "tokens_per_second_per_request": p.per_request,
-        "tokens_per_second_per_device": p.per_device,
-    }
+    plain = f"without speculation {off.devices} devices, {off.tokens_per_second_per_device:.4g} tokens/s each"
+    return f"devices  at batch {off.batch}: " + "; ".join([*parts, plain])
