@@ -16,9 +16,9 @@ import math
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
+from cluster.system.processes import stat_of
 from workers.config import EngineConfig
 from workers.pulse import BEAT_S, Beat, Doing, node_name
 
@@ -41,11 +41,8 @@ class ProcessState(NamedTuple):
     @classmethod
     def of(cls, pid: int) -> ProcessState | None:
         """Read /proc; None if there is no such process."""
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            return cls(fields[0], int(fields[11]) + int(fields[12]))
-        except (OSError, ValueError, IndexError):
-            return None
+        fields = stat_of(pid)
+        return None if fields is None else cls(fields[0], int(fields[11]) + int(fields[12]))
 
 
 @dataclass(slots=True)

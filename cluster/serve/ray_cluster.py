@@ -59,7 +59,8 @@ processes leave of the processor."""
 @contextmanager
 def ray_cluster(address: str | None, signals: StopSignals, progress: Progress) -> Iterator[None]:
     """Connect to the cluster at `address`, or start a Ray on this machine that ends with the context."""
-    with _without_ray_signal_handler():
+    # Ray's SIGTERM handler exits at once, even during a clean-up.
+    with _replaced(ray._private.utils, "set_sigterm_handler", lambda handler: None):
         with local_cluster(signals, progress) if address is None else _remote_cluster(address, signals, progress):
             yield
 
@@ -86,7 +87,10 @@ def local_cluster(signals: StopSignals, progress: Progress) -> Iterator[None]:
     os.environ.update(environment)
     others = set(descendants())
     try:
-        with progress.during("starting Ray"), _on_loopback(), _asking_longer():
+        # By default Ray listens on every interface: it replaces a loopback address by the machine's address, unless
+        # clusters are disabled, as they are on macOS. The HTTP proxy listens on --host.
+        on_loopback = _replaced(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", False)
+        with progress.during("starting Ray"), on_loopback, _asking_longer():
             _start(signals, progress, others, num_gpus=len(names))
         signals.install()
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -179,7 +183,7 @@ def _start_limits() -> dict[str, str]:
 @contextmanager
 def _asking_longer() -> Iterator[None]:
     """Let Ray wait for its node as long as for other processes. It waits 30 s, whatever is set."""
-    services, ask = ray._private.services, ray._private.services.get_node
+    ask = ray._private.services.get_node
 
     def get_node(*address: str) -> Any:
         deadline = time.monotonic() + start_limit_s()
@@ -194,37 +198,19 @@ def _asking_longer() -> Iterator[None]:
                     raise ConnectionError("its raylet has ended") from None
             time.sleep(0.1)
 
-    services.get_node = get_node
-    try:
+    with _replaced(ray._private.services, "get_node", get_node):
         yield
-    finally:
-        services.get_node = ask
 
 
 @contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Make Ray listen on 127.0.0.1 only; the HTTP proxy listens on --host.
-
-    By default Ray listens on every interface. `ray.init` replaces a loopback address by the machine's address, unless
-    clusters are disabled, as they are on macOS.
-    """
-    constants = ray._private.ray_constants
-    before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
+    """Let a module of Ray have another value in the context, where no setting changes it."""
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        constants.ENABLE_RAY_CLUSTER = before
-
-
-@contextmanager
-def _without_ray_signal_handler() -> Iterator[None]:
-    """Keep Ray from installing its SIGTERM handler, which exits at once, even during a clean-up."""
-    utils = ray._private.utils
-    before, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
-    try:
-        yield
-    finally:
-        utils.set_sigterm_handler = before
+        setattr(module, name, before)
 
 
 def _shut_down(signals: StopSignals) -> None:

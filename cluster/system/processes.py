@@ -12,7 +12,7 @@ def descendants() -> list[int]:
     """Return the ids of this process's descendants, from /proc; [] where /proc does not exist."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        if (fields := _stat(int(entry.name))) is not None:
+        if (fields := stat_of(int(entry.name))) is not None:
             children.setdefault(int(fields[1]), []).append(int(entry.name))
     found, frontier = [], [os.getpid()]
     while frontier:
@@ -32,7 +32,7 @@ def name_of(pid: int) -> str:
 
 def is_running(pid: int) -> bool:
     """Return whether a process exists and is not a zombie."""
-    fields = _stat(pid)
+    fields = stat_of(pid)
     return fields is not None and fields[0] != "Z"
 
 
@@ -44,7 +44,7 @@ def wait_gone(pids: Iterable[int], *, timeout_s: float) -> list[int]:
     return left
 
 
-def _stat(pid: int) -> list[str] | None:
+def stat_of(pid: int) -> list[str] | None:
     """Return the fields of /proc/PID/stat from the state on: state, parent, ..."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
