@@ -232,20 +232,16 @@ def fetch_weights(args: EngineArgs, config: EngineConfig, progress: Progress | N
 def model_folder(name: str, revision: str | None = None) -> Path:
     """Return the folder of a model, given as a path, an id or an alias. Its weights may be missing. Raises ConfigError.
 
-    A GGUF file is converted to a folder in the user's cache.
+    A GGUF file is converted to a folder in the user's cache (XDG Base Directory Specification).
     """
     path = Path(resolve_model(name)).expanduser()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "secateur"
     try:
-        return describe(path, _user_cache() / "gguf") if is_gguf(path) else resolve_path(str(path), revision)
+        return describe(path, cache / "gguf") if is_gguf(path) else resolve_path(str(path), revision)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(str(error)) from error
     except ModuleNotFoundError as error:
         raise ConfigError(f"{path}: reading it takes {error.name!r}; install it: {install_command('gguf')}") from error
-
-
-def _user_cache() -> Path:
-    """Return the user's cache folder (XDG Base Directory Specification)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "secateur"
 
 
 def _with_folder(draft: DraftConfig, target: Path) -> DraftConfig:

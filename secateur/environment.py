@@ -136,8 +136,5 @@ def _gpus() -> dict[str, str]:
 def _settings() -> dict[str, str]:
     """Return the variables that matter. Of secrets only the presence is told."""
     names = sorted(name for name in os.environ if name.startswith(SETTINGS) or name in MORE_SETTINGS)
-    return {name: "(set)" if _is_secret(name) else os.environ[name] for name in names}
-
-
-def _is_secret(name: str) -> bool:
-    return any(word in name.upper() for word in _SECRETS)
+    secret = {name for name in names if any(word in name.upper() for word in _SECRETS)}
+    return {name: "(set)" if name in secret else os.environ[name] for name in names}

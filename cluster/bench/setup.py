@@ -76,14 +76,11 @@ def about(
 def hardware(config: EngineConfig) -> str:
     """Describe the hardware that the engine runs on."""
     if config.device == "cpu":
-        return f"{os.cpu_count()} CPU cores, {platform.machine()}, {_threads(config)}"
+        threads = "one thread per process" if config.threads == 1 else f"{config.threads} threads per verifier rank"
+        return f"{os.cpu_count()} CPU cores, {platform.machine()}, {threads}"
     shared = ", drafter on the verifier's" if config.draft and config.draft.placement == "colocated" else ""
     count = config.tensor_parallel_size + (0 if shared else config.draft_ranks)
     return f"{count} x {torch.cuda.get_device_name()}{shared}"
-
-
-def _threads(config: EngineConfig) -> str:
-    return "one thread per process" if config.threads == 1 else f"{config.threads} threads per verifier rank"
 
 
 def device_mark(config: EngineConfig) -> str | None:

@@ -14,8 +14,9 @@ def describe(name: str, config: EngineConfig, shards: list[ModelShard]) -> str:
     """Describe each rank's device, weights and KV, the Ray bundles, and the memory that KV pools may take."""
     from verifier.hidden_states import max_buffered_states
 
+    kv_dtype = "" if config.kv_cache_dtype == "auto" else f" with a KV cache in {config.kv_cache_dtype}"
     lines = [
-        f"{name}: device {config.device}, {config.dtype}{_kv_text(config)}, up to {config.max_model_len} tokens "
+        f"{name}: device {config.device}, {config.dtype}{kv_dtype}, up to {config.max_model_len} tokens "
         f"and {config.max_num_seqs} requests at once",
         f"target   {config.model_path}",
         f"drafter  {_describe_draft(config)}",
@@ -67,10 +68,6 @@ def describe(name: str, config: EngineConfig, shards: list[ModelShard]) -> str:
     if config.device == "cuda" and not visible_gpus():
         lines.append(f"note     no GPU is visible here: whether a node has {len(bundles)} is not checked")
     return "\n".join(lines)
-
-
-def _kv_text(config: EngineConfig) -> str:
-    return "" if config.kv_cache_dtype == "auto" else f" with a KV cache in {config.kv_cache_dtype}"
 
 
 def _describe_draft(config: EngineConfig) -> str:

@@ -51,8 +51,9 @@ def application_of(
     """Return the Serve application of one model; for `read` see `Replica`. Raises ConfigError."""
     app = args if isinstance(args, AppArgs) else AppArgs.load(args)
     engine_args = app.engine_args()
-    if engine_args.device == "auto":
-        engine_args = engine_args.model_copy(update={"device": _cluster_device(app)})
+    if engine_args.device == "auto":  # by the cluster's GPUs: the node that runs `build` is often a head without one
+        has_gpus = app.accelerator_type or (ray.is_initialized() and ray.cluster_resources().get("GPU"))
+        engine_args = engine_args.model_copy(update={"device": "cuda" if has_gpus else "cpu"})
     group, nodes = app.placement_group_config, nodes_of_cluster()
     on_one = group.strategy == "STRICT_PACK"
     num_gpus = gpus_for(nodes, on_one=on_one, accelerator_type=app.accelerator_type)
@@ -139,13 +140,3 @@ def _autoscaling(options: Mapping[str, Any], max_num_seqs: int) -> dict[str, Any
         return {}
     target = max(1, round(TARGET_SHARE * max_num_seqs))
     return {"autoscaling_config": {"target_ongoing_requests": target, **dict(given or {})}}
-
-
-def _cluster_device(app: AppArgs) -> str:
-    """Resolve device `auto` by the cluster's GPUs; the node that runs `build` is often a head without a GPU."""
-    return "cuda" if app.accelerator_type or _cluster_gpus() else "cpu"
-
-
-def _cluster_gpus() -> float:
-    """Return the number of GPUs in the connected cluster; 0 without a connection."""
-    return ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0

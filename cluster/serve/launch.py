@@ -187,7 +187,8 @@ def _find_or_start_serve(args: EngineArgs) -> str:
         )
         return base_url(_seen_from_outside(args.host), port, tls=args.ssl_certfile is not None)
     if args.ssl_certfile not in (None, found.ssl_certfile):
-        told = f"Serve runs on this cluster already, {_certificate_of(found)}; leave it out, or shut Serve down first"
+        has = f"with the certificate {found.ssl_certfile}" if found.ssl_certfile else "without a certificate"
+        told = f"Serve runs on this cluster already, {has}; leave it out, or shut Serve down first"
         raise ConfigError(Problem("ssl_certfile", told))
     if "port" in args.model_fields_set and args.port not in (0, found.port):
         told = f"Serve runs on this cluster already and listens on {found.port}; write that or leave the port out"
@@ -200,10 +201,6 @@ def _tls(args: EngineArgs) -> dict[str, str]:
     if args.ssl_certfile is None or args.ssl_keyfile is None:
         return {}
     return {"ssl_certfile": args.ssl_certfile, "ssl_keyfile": args.ssl_keyfile}
-
-
-def _certificate_of(found: HTTPOptions) -> str:
-    return f"with the certificate {found.ssl_certfile}" if found.ssl_certfile else "without a certificate"
 
 
 def _serve_address() -> HTTPOptions | None:

@@ -42,7 +42,8 @@ def group_bundles(
         if bundles[0].get("CPU", 0) < replica_cpus:
             raise _wrong("bundles", f"the first one also holds the replica and needs at least CPU: {replica_cpus}")
     else:
-        bundles = [dict(per_worker or _default_bundle(config)) for _ in range(count)]
+        default = {"GPU": 1.0, "CPU": 1.0} if config.device == "cuda" else {"CPU": CPU_WORKER_CPUS}
+        bundles = [dict(per_worker or default) for _ in range(count)]
         bundles[0]["CPU"] = round(bundles[0].get("CPU", 0.0) + replica_cpus, 4)
     if config.device == "cuda" and any(bundle.get("GPU", 0) < 1 for bundle in bundles):
         field = "bundle_per_worker" if given is None else "bundles"
@@ -98,10 +99,6 @@ def placement_problem(
         f"an engine's {len(bundles)} bundles need {need} on one node, of which no node has more than {most}: "
         f"write {', or '.join(instead)}; if larger nodes are still to join, write placement_group_config.bundles out"
     )
-
-
-def _default_bundle(config: EngineConfig) -> Bundle:
-    return {"GPU": 1.0, "CPU": 1.0} if config.device == "cuda" else {"CPU": CPU_WORKER_CPUS}
 
 
 def _wrong(field: str, message: str) -> ConfigError:

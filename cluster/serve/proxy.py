@@ -70,7 +70,8 @@ class OpenAIErrors:
         if scope["type"] != "http" or scope["path"].removeprefix(scope.get("root_path", "")).startswith("/-/"):
             await self._app(scope, receive, send)
             return
-        _set_request_id(scope)
+        headers = MutableHeaders(scope=scope)
+        headers[REQUEST_ID_HEADER] = request_id_of(headers)  # another where Serve would fail on the caller's
         if (reason := self._unavailable_reason()) is not None:
             await _error_response(503, reason)(scope, receive, _with_id(send, scope))
             return
@@ -175,12 +176,6 @@ def _error_response(status: int, message: str) -> ASGIApp:
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else {}
     content = ErrorResponse.of(message, type=kind, code=code).model_dump_json()
     return Response(content, status_code=status, headers=headers, media_type="application/json")
-
-
-def _set_request_id(scope: Scope) -> None:
-    """Set the request id where the caller's is missing or one on which Serve would fail."""
-    headers = MutableHeaders(scope=scope)
-    headers[REQUEST_ID_HEADER] = request_id_of(headers)
 
 
 def _with_id(send: Send, scope: Scope) -> Send:
