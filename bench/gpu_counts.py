@@ -65,6 +65,7 @@ from workers.comm.wire import Kind
 from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.cuda_graphs import Size, decoder_graphs, fitting, sizes
 from workers.kernels import fused, pointwise
+from workers.models.layers import Runtime
 from workers.models.readers import read_spec
 from workers.settings import Constraints, SamplingSettings
 from workers.types import AttentionMetadata, DraftReply, DraftRequest, TargetStep, TreeBatch
@@ -109,7 +110,9 @@ def launches() -> Table:
     for shape, tree in (("dynamic", AUTO), ("a chain of 8", chain)):
         config = bundled(tree, max_num_seqs=1, device="cuda")
         with simulated_cuda() as cuda, as_one_launch(cuda) as kernels:
-            head = checkpoints.load_eagle3(BUNDLED / "eagle3", BUNDLED / "target", device="cuda", kernels=kernels)
+            head = checkpoints.load_eagle3(
+                BUNDLED / "eagle3", BUNDLED / "target", Runtime(device="cuda", kernels=kernels)
+            )
             in_model = _counted_passes(head, cuda)
             graphs = head_tree_graphs(head, head.new_kv_pool(64 * config.page_size), config)
             for (_, has_truncation, has_penalties), graph in zip(graphs._grow, cuda.graphs, strict=True):

@@ -41,7 +41,8 @@ from tests.support.checkpoints import BASE, load_eagle3, write_eagle3
 from tests.support.engines import AUTO, BUNDLED, bundled
 from workers.cuda_graphs import decoder_graphs
 from workers.kernels.select import kernels_for
-from workers.models.decoder import Decoder
+from workers.models.layers import Runtime
+from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.settings import SamplingSettings
 from workers.types import DraftRequest, SamplingBatch
@@ -72,7 +73,9 @@ def main() -> None:
 
 def verify(path: Path, shown: int) -> None:
     spec = read_spec(path)
-    model = Decoder.load(path, spec, device="cuda", dtype=DTYPE, tap_layers=(0, 1, 2), kernels=kernels_for("cuda"))
+    model = load_decoder(
+        path, spec, Runtime(device="cuda", dtype=DTYPE, kernels=kernels_for("cuda")), tap_layers=(0, 1, 2)
+    )
     config = bundled(AUTO, max_num_seqs=8, max_model_len=2048)
     pool = model.new_kv_pool(8 * 2048)
     graphs = decoder_graphs(model, pool, config)
@@ -105,7 +108,7 @@ def write_head(folder: Path) -> tuple[Path, Path]:
 
 def trees(name: str, path: Path, target: Path, shown: int) -> None:
     kernels = kernels_for("cuda")
-    head = load_eagle3(path, target, device="cuda", dtype=DTYPE, kernels=kernels)
+    head = load_eagle3(path, target, Runtime(device="cuda", dtype=DTYPE, kernels=kernels))
     config = bundled(AUTO, max_num_seqs=8)
     pool = head.new_kv_pool(4096)
     graphs, tree_graphs = head_graphs(head, pool, config), head_tree_graphs(head, pool, config)

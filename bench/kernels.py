@@ -27,7 +27,8 @@ from tests.support.checkpoints import load_eagle3
 from tests.support.engines import AUTO, BUNDLED, DYNAMIC, bundled
 from workers.cuda_graphs import decoder_graphs
 from workers.kernels import fused, reference
-from workers.models.decoder import Decoder
+from workers.models.layers import Runtime
+from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.settings import SamplingSettings
 from workers.types import SamplingBatch
@@ -88,7 +89,7 @@ def passes() -> Iterator[Row]:
 def forward_pass() -> Iterator[Row]:
     """Time the bundled target, which is so small that launches dominate."""
     path, config = BUNDLED / "target", bundled(DYNAMIC)
-    model = Decoder.load(path, read_spec(path), device="cuda", kernels=fused)
+    model = load_decoder(path, read_spec(path), Runtime(device="cuda", kernels=fused))
     pool = model.new_kv_pool(4096)
     graphs = decoder_graphs(model, pool, config)
     say(str(graphs.report))
@@ -114,7 +115,7 @@ def trees() -> Iterator[Row]:
     """
     tree = replace(AUTO, max_children=1)
     config = bundled(tree)
-    head = load_eagle3(BUNDLED / "eagle3", BUNDLED / "target", device="cuda", kernels=fused)
+    head = load_eagle3(BUNDLED / "eagle3", BUNDLED / "target", Runtime(device="cuda", kernels=fused))
     pool = head.new_kv_pool(4096)
     graphs, tree_graphs = head_graphs(head, pool, config), head_tree_graphs(head, pool, config)
     say(f"{graphs.report}, {tree_graphs.report}")

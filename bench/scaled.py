@@ -184,7 +184,7 @@ def write_head(head: Path, base: Path, folder: Path, size: TargetSize, dtype: to
     if "lm_head.weight" not in tensors:
         name = "lm_head.weight" if shared.has("lm_head.weight") else "model.embed_tokens.weight"
         tensors["lm_head.weight"] = shared.get(name)
-    fc = _noise(torch.float32)(spec.hidden_size, 3 * size.hidden_size)
+    fc = _noise(torch.float32)(spec.layers.hidden_size, 3 * size.hidden_size)
     old_H3D = tensors["fc.weight"].view(-1, 3, target.hidden_size)
     fc.view(-1, 3, size.hidden_size)[:, :, : target.hidden_size] = old_H3D
     tensors["fc.weight"] = fc

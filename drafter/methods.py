@@ -29,8 +29,9 @@ from workers.comm.groups import World
 from workers.config import DraftConfig
 from workers.cuda_graphs import can_capture, decoder_graphs
 from workers.kernels.select import Kernels
-from workers.kv_cache import KVPool, kv_dtype
+from workers.kv_cache import kv_dtype
 from workers.kv_sizing import agree_on_pages
+from workers.models.layers import Runtime
 from workers.models.load import load_decoder
 from workers.models.specs import BlockSpec, Specs
 
@@ -54,14 +55,11 @@ def _load_model(world: World, draft: DraftConfig, specs: Specs, kernels: Kernels
     kv_type = kv_dtype(config, kernels, world.device)
     model = load_decoder(
         draft.model_path,
-        spec.layers,  # type: ignore[arg-type]  # a ModelSpec's are the model itself
-        world.tp,
-        world.device,
-        getattr(torch, config.dtype),
-        kernels=kernels,
+        spec.layers,
+        _runtime(world, kernels),
         max_model_len=config.max_model_len,
     )
-    slot_bytes = KVPool.bytes_per_slot(spec.layers.num_layers, model.heads.num_kv_heads, spec.layers.head_dim, kv_type)
+    slot_bytes = model.bytes_per_slot(kv_type)
     kv = model.new_kv_pool(_num_slots(world, specs, slot_bytes), kv_type)
     graphs = tree_graphs = None
     if _has_graphs(world, kernels) and model.can_be_captured:
@@ -74,9 +72,9 @@ def _load_head(kind: type[FeatureHead]) -> Callable[[World, DraftConfig, Specs, 
     """Return the loader of heads of this class, which read the target's features."""
 
     def load(world: World, draft: DraftConfig, specs: Specs, kernels: Kernels) -> Proposer:
-        config, dtype = world.config, getattr(torch, world.config.dtype)
+        config = world.config
         kv_type = kv_dtype(config, kernels, world.device)
-        head = kind.load(specs.draft, draft.model_path, config.model_path, world.tp, world.device, dtype, kernels)
+        head = kind.load(specs.draft, draft.model_path, config.model_path, _runtime(world, kernels))
         kv = head.new_kv_pool(_num_slots(world, specs, head.bytes_per_slot(kv_type)), kv_type)
         graphs = head_graphs(head, kv, config) if _has_graphs(world, kernels) else None
         tree_graphs = head_tree_graphs(head, kv, config) if _has_tree_graphs(world, kernels) else None
@@ -89,9 +87,7 @@ def _load_block(world: World, draft: DraftConfig, specs: Specs, kernels: Kernels
     config, spec = world.config, specs.draft
     assert isinstance(spec, BlockSpec)
     kv_type = kv_dtype(config, kernels, world.device)
-    head = BlockHead.load(
-        spec, draft.model_path, config.model_path, world.tp, world.device, getattr(torch, config.dtype), kernels
-    )
+    head = BlockHead.load(spec, draft.model_path, config.model_path, _runtime(world, kernels))
     num_slots = _num_slots(world, specs, head.bytes_per_slot(kv_type))
     scratch = ScratchPages(num_slots // config.page_size, config.page_size, spec.block_size)
     num_scratch = config.max_num_seqs * scratch.per_request * config.page_size
@@ -107,6 +103,10 @@ _LOADERS: dict[str, Callable[[World, DraftConfig, Specs, Kernels], Proposer]] = 
     "dspark": _load_block,
     "dflash": _load_block,
 }
+
+
+def _runtime(world: World, kernels: Kernels) -> Runtime:
+    return Runtime(tp=world.tp, device=world.device, dtype=getattr(torch, world.config.dtype), kernels=kernels)
 
 
 def _has_graphs(world: World, kernels: Kernels) -> bool:

@@ -26,6 +26,8 @@ from workers.kernels.select import Kernels, kernels_for
 from workers.kv_cache import KVPool, kv_dtype
 from workers.kv_sizing import agree_on_pages
 from workers.models.draft_methods import method_of
+from workers.models.fusion import load_fusion
+from workers.models.layers import Runtime
 from workers.models.load import load_decoder
 from workers.models.specs import Specs
 from workers.pulse import PULSE
@@ -110,17 +112,14 @@ def load(world: World, specs: Specs, graphs_of: EngineConfig | None = None) -> t
     decoder = load_decoder(
         config.model_path,
         spec,
-        world.tp,
-        world.device,
-        dtype,
-        tap_layers=features.tap_layers,
-        kernels=kernels,
-        max_model_len=config.max_model_len,
+        Runtime(tp=world.tp, device=world.device, dtype=dtype, kernels=kernels),
+        features.tap_layers,
+        config.max_model_len,
     )
     state_pool = None
     if features.fuse is not None:
         state_pool = HiddenStatePool(max_buffered_states(config), features.width, dtype=dtype, device=world.device)
-    slot_bytes = KVPool.bytes_per_slot(spec.num_layers, decoder.heads.num_kv_heads, spec.head_dim, kv_type)
+    slot_bytes = decoder.bytes_per_slot(kv_type)
     page_bytes = features.width * dtype.itemsize  # rank 0 keeps one state per page, see verifier.prefix_cache
     workspace = target_workspace(config, spec, num_taps=len(features.tap_layers), state_width=features.width)
     num_pages = agree_on_pages(world, slot_bytes + -(-page_bytes // config.page_size), bytes_beside=workspace.total)
@@ -166,8 +165,7 @@ def _feature_source(world: World, specs: Specs, dtype: torch.dtype) -> _FeatureS
     draft, head = world.config.draft, specs.draft
     if not world.leads or draft is None or head is None or not method_of(draft).reads_features:
         return _FeatureSource()
-    load, width = method_of(draft).load_fusion, specs.target.hidden_size
-    if load is None:
+    width, fusion = specs.target.hidden_size, load_fusion(draft.model_path, head, world.device, dtype)
+    if fusion is None:
         return _FeatureSource(lambda state_ND: state_ND, width)
-    fusion = load(draft.model_path, head, world.device, dtype)
     return _FeatureSource(fusion, len(head.tap_layers) * width, head.tap_layers)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from workers.config import EngineConfig
 from workers.cuda_graphs import Size
 from workers.kernels.block_scaled import SPLIT_ROWS, num_splits
-from workers.models.specs import Eagle3Spec, ModelSpec
+from workers.models.specs import ModelSpec
 
 LIBRARY_BYTES = 2 * (32 << 20)
 """cuBLAS keeps 32 MB for each stream; graphs are captured on one of their own."""
@@ -110,12 +110,12 @@ class PassShape:
     num_windows: int = 1
 
     @staticmethod
-    def of_model(spec: Eagle3Spec | ModelSpec, ranks: int, num_taps: int = 0) -> PassShape:
+    def of_model(spec: ModelSpec, ranks: int, num_taps: int = 0) -> PassShape:
         """Return a model's shape, whose residual stream is captured `num_taps` times."""
         return _shape(spec, ranks, kept=num_taps * spec.hidden_size, taps=num_taps)
 
     @staticmethod
-    def of_head(spec: Eagle3Spec | ModelSpec, ranks: int) -> PassShape:
+    def of_head(spec: ModelSpec, ranks: int) -> PassShape:
         """Return the shape of a head that reads features: the features, both side by side, and their sum are kept."""
         width = spec.hidden_size
         return _shape(spec, ranks, kept=4 * width, first_input=2 * width)
@@ -143,9 +143,7 @@ class PassShape:
         return max((num_outputs * count for num_outputs, count in splits if count > 1), default=0)
 
 
-def _shape(
-    spec: Eagle3Spec | ModelSpec, ranks: int, *, kept: int, first_input: int | None = None, taps: int = 0
-) -> PassShape:
+def _shape(spec: ModelSpec, ranks: int, *, kept: int, first_input: int | None = None, taps: int = 0) -> PassShape:
     return PassShape(
         hidden=spec.hidden_size,
         inner=-(-spec.intermediate_size // ranks),

@@ -13,7 +13,7 @@ from workers.kernels.block_scaled import tile_columns
 from workers.models.checkpoint import MTP_PREFIXES, Weights
 from workers.models.config_json import fp8_block, read_json
 from workers.models.draft_methods import METHODS, method_of, read_specs
-from workers.models.specs import DraftSpec, Eagle3Spec, ModelSpec, Shapes, TransformersSpec
+from workers.models.specs import DraftSpec, ModelSpec, Shapes, TransformersSpec
 
 _TOKEN_ID_BYTES = 4
 _CONTEXT_BYTES = 512 << 20
@@ -92,7 +92,7 @@ def model_shards(config: EngineConfig) -> list[ModelShard]:
 
 def model_shard(
     shapes: Shapes,
-    spec: ModelSpec | Eagle3Spec,
+    spec: ModelSpec,
     ranks: int,
     item: int,
     kv_item: int,

@@ -1,10 +1,5 @@
 """Block heads, DSpark and DFlash: one pass drafts every depth, and a tree grows without another.
 
-    BlockHead.load(spec, path, target_path, tp=SINGLE, device="cpu", dtype=float32) -> BlockHead        .spec
-        .forward(anchor_G, features_MH, position_M, slot_M, attention, page_size, kv) -> Block
-        .logits(block, request_F, depth, token_F) -> [F, draft_vocab] float32     gathered over `tp`
-    BlockProposer                                                                 a `drafter.proposers.base.Proposer`
-
 Legend: M fed rows, G growing requests, S slots of a block, D depths, F nodes, H hidden width, W a vocabulary shard.
 
     context row i  g_i = feature of token i, from the verifier (`workers.models.block_format`)
@@ -22,7 +17,6 @@ block's own lie behind them, and the next step's context overwrites those.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -31,20 +25,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.proposers.base import fed_attention, fed_slots, root_rows
-from drafter.proposers.feature_head import DraftHead, load_embedding, load_vocab_head
+from drafter.proposers.feature_head import DraftHead, load_embedding, load_target_ids, load_vocab_head
 from drafter.tree.frontier import Frontier, TreeRoots
 from drafter.tree.tree_graphs import TreeGraphs
 from drafter.workspace import scratch_pages
 from workers.cuda_graphs import Graphs
 from workers.kernels.linear import Linear
-from workers.kernels.select import TORCH, AttentionPlan, Kernels
+from workers.kernels.select import AttentionPlan
 from workers.kv_cache import KVPool
-from workers.models.block_format import CONTEXT_TENSORS, UNUSED_TENSORS, open_block
+from workers.models.block_format import canonical_name
 from workers.models.checkpoint import Weights
-from workers.models.decoder import DecoderLayer, is_legacy, load_layer
-from workers.models.eagle3_format import load_target_ids
-from workers.models.layers import SINGLE, TensorParallel, VocabHead, check_shape, gather_vocab
-from workers.models.specs import BlockSpec, check_parallel
+from workers.models.decoder import DecoderLayer
+from workers.models.fusion import BLOCK_TENSORS
+from workers.models.layers import RankWeights, VocabHead, check_shape, gather_vocab
+from workers.models.specs import BlockSpec
 from workers.transfer import all_to_device, to_device
 from workers.types import AttentionMetadata, DraftRequest
 
@@ -64,7 +58,7 @@ class MarkovHead(NamedTuple):
     gate: Linear | None  # H + r -> r
 
     @staticmethod
-    def load(weights: Weights, spec: BlockSpec, tp: TensorParallel) -> MarkovHead | None:
+    def load(weights: RankWeights, spec: BlockSpec) -> MarkovHead | None:
         """Load it; None if the head has none. Raises ValueError for a tensor that is missing or has another shape."""
         if not spec.markov_rank:
             return None
@@ -74,11 +68,8 @@ class MarkovHead(NamedTuple):
         gate = None
         if spec.is_gated:
             gate = Linear(weights.get(f"{prefix}gate_proj.weight"), weights.get(f"{prefix}gate_proj.bias"))
-        return MarkovHead(
-            w1_Vr=weights.get(f"{prefix}markov_w1.weight"),
-            w2=VocabHead.load(weights, f"{prefix}markov_w2.weight", spec.draft_vocab_size, tp),
-            gate=gate,
-        )
+        w2 = VocabHead.load(weights, f"{prefix}markov_w2.weight", spec.draft_vocab_size, weights.tp)
+        return MarkovHead(weights.get(f"{prefix}markov_w1.weight"), w2, gate)
 
     def bias(self, token_F: Tensor, hidden_FH: Tensor) -> Tensor:
         """Return the biases float32 [F, W] of the children of these tokens."""
@@ -89,67 +80,34 @@ class MarkovHead(NamedTuple):
 
 
 class BlockHead(DraftHead):
-    """One rank's shard of a head. Build it with `load`."""
+    """One rank's shard of a head."""
 
-    def __init__(
-        self,
-        *,
-        spec: BlockSpec,
-        tp: TensorParallel,
-        embedding_VH: Tensor,
-        layers: tuple[DecoderLayer, ...],
-        final_norm_H: Tensor,
-        head: VocabHead,
-        markov: MarkovHead | None,
-        target_ids: Tensor | None,
-        kernels: Kernels = TORCH,
-    ) -> None:
-        super().__init__(spec.layers, embedding_VH=embedding_VH, target_ids=target_ids, tp=tp, kernels=kernels)
+    canonical_name = staticmethod(canonical_name)
+
+    def __init__(self, spec: BlockSpec, weights: RankWeights, target: Weights) -> None:
+        layers, target_ids = spec.layers, None
+        if spec.draft_vocab_size < layers.vocab_size or weights.has("d2t"):
+            target_ids = load_target_ids(weights, spec.draft_vocab_size, layers.vocab_size)
+        super().__init__(weights, layers, load_embedding(weights, target, layers), target_ids)
         self.spec = spec
-        self._layers = layers
-        self._final_norm_H = final_norm_H
-        self._head = head
-        self._markov = markov
+        self._layers = tuple(
+            DecoderLayer(weights, f"layers.{index}.", layers, window=window)
+            for index, window in enumerate(layers.windows)
+        )
+        self._final_norm_H = weights.get("norm.weight")
+        self._head = head = load_vocab_head(weights, target, layers, spec.draft_vocab_size)
+        self._markov = MarkovHead.load(weights, spec)
         column_of_V = self.vocab.columns.column_of_V
         mask = spec.mask_token_id if column_of_V is None else int(column_of_V[spec.mask_token_id])
         self._mask_column = mask - head.start if head.start <= mask < head.end else None  # never drafted
 
-    @staticmethod
-    @torch.inference_mode()
-    def load(
-        spec: BlockSpec,
-        path: Path | str,
-        target_path: Path | str,
-        tp: TensorParallel = SINGLE,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        kernels: Kernels = TORCH,
-    ) -> BlockHead:
-        """Load this rank's shard; a head without its own embedding or vocabulary head uses the target's.
+    def is_foreign(self, name: str) -> bool:
+        """See `DraftHead`.
 
-        Raises:
-            ValueError: tp.size does not divide the attention heads, or a tensor is missing or unknown.
+        The target-to-draft mask is redundant given d2t. Confidence is not read: survival is calibrated on what is
+        accepted.
         """
-        layers = spec.layers
-        check_parallel(spec, tp.size)
-        weights, target = open_block(path, dtype, device, kernels), Weights(target_path, dtype, device)
-        is_reduced = spec.draft_vocab_size < layers.vocab_size or weights.has("d2t")
-        head = BlockHead(
-            spec=spec,
-            tp=tp,
-            embedding_VH=load_embedding(weights, target, layers),
-            layers=tuple(
-                load_layer(weights, f"layers.{index}.", layers, tp, window=window, kernels=kernels)
-                for index, window in enumerate(layers.windows)
-            ),
-            final_norm_H=weights.get("norm.weight"),
-            head=load_vocab_head(weights, target, layers, spec.draft_vocab_size, tp),
-            markov=MarkovHead.load(weights, spec, tp),
-            target_ids=load_target_ids(weights, spec.draft_vocab_size, layers.vocab_size) if is_reduced else None,
-            kernels=kernels,
-        )
-        weights.finish(allowed=lambda name: name in CONTEXT_TENSORS + UNUSED_TENSORS or is_legacy(name))
-        return head
+        return name in (*BLOCK_TENSORS, "t2d", "confidence_head.proj.weight", "confidence_head.proj.bias")
 
     @torch.inference_mode()
     def forward(

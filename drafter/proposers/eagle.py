@@ -1,8 +1,5 @@
 """EAGLE-1/2 and multi-token prediction heads: fuse a token with the feature before it, then run decoder layers.
 
-    FcHead.load(spec, path, target_path, tp=SINGLE, device="cpu", dtype=float32) -> FcHead
-        .plan, .forward, .logits, .vocab, .new_kv_pool         as `drafter.proposers.eagle3.Eagle3Head`
-
 Legend: M packed rows, H hidden width (the target's). For a row with token t and feature g:
 
     x      = fc(concat(norm(embed(t)), norm(g)))       norms and order: see workers.models.fc_head_format
@@ -15,68 +12,25 @@ Alignment is EAGLE-3's: the entry for token j lives in KV slot j with rotary pos
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.proposers.feature_head import FeatureHead, name_in_target
 from workers.kernels.linear import Linear
-from workers.kernels.select import TORCH, AttentionPlan, Kernels
+from workers.kernels.select import AttentionPlan
 from workers.kv_cache import KVPool
 from workers.models.checkpoint import Weights
-from workers.models.decoder import DecoderLayer, is_legacy, load_layer
-from workers.models.layers import SINGLE, TensorParallel, VocabHead, gather_vocab, open_weights
-from workers.models.specs import FcHeadSpec, check_parallel
+from workers.models.decoder import DecoderLayer
+from workers.models.layers import RankWeights, VocabHead, gather_vocab
+from workers.models.specs import FcHeadSpec
 
 
 class FcHead(FeatureHead):
-    """One rank's shard of a head. Build it with `load`."""
+    """One rank's shard of a head."""
 
-    def __init__(
-        self,
-        *,
-        spec: FcHeadSpec,
-        tp: TensorParallel,
-        embedding_VH: Tensor,
-        embedding_norm_H: Tensor | None,
-        feature_norm_H: Tensor | None,
-        fc: Linear,
-        layers: tuple[DecoderLayer, ...],
-        final_norm_H: Tensor | None,
-        head: VocabHead,
-        kernels: Kernels = TORCH,
-    ) -> None:
-        super().__init__(spec.layers, embedding_VH=embedding_VH, target_ids=None, tp=tp, kernels=kernels)
-        self.spec = spec
-        self._embedding_norm_H = embedding_norm_H
-        self._feature_norm_H = feature_norm_H
-        self._fc = fc
-        self._layers = layers
-        self._final_norm_H = final_norm_H
-        self._head = head
-
-    @staticmethod
-    @torch.inference_mode()
-    def load(
-        spec: FcHeadSpec,
-        path: Path | str,
-        target_path: Path | str,
-        tp: TensorParallel = SINGLE,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        kernels: Kernels = TORCH,
-    ) -> FcHead:
-        """Load this rank's shard; a head without its own embedding or vocabulary head uses the target's.
-
-        Raises:
-            ValueError: tp.size does not divide the attention heads, or a tensor is missing or, under the head's prefix,
-                unknown.
-        """
+    def __init__(self, spec: FcHeadSpec, weights: RankWeights, target: Weights) -> None:
         layers = spec.layers
-        check_parallel(layers, tp.size)
-        weights, target = open_weights(path, dtype, device, kernels), Weights(target_path, dtype, device)
         shared = [name_in_target(target, name) for name in ("model.embed_tokens.weight", "lm_head.weight")]
         embedding = _first((weights, f"{spec.prefix}embed_tokens.weight"), (target, shared[0]))
         output = _first((weights, f"{spec.prefix}lm_head.weight"), (target, shared[1]), embedding)
@@ -91,34 +45,23 @@ class FcHead(FeatureHead):
         def norm(name: str | None) -> Tensor | None:
             return None if name is None else weights.get(f"{name}.weight")
 
-        embedding_VH = embedding[0].get(embedding[1])
-        head = FcHead(
-            spec=spec,
-            tp=tp,
-            embedding_VH=embedding_VH,
-            embedding_norm_H=norm(spec.embedding_norm),
-            feature_norm_H=norm(spec.feature_norm),
-            fc=Linear(weights.get(f"{spec.fc}.weight"), weights.get(f"{spec.fc}.bias") if spec.fc_bias else None),
-            layers=tuple(
-                load_layer(
-                    weights,
-                    prefix,
-                    layers,
-                    tp,
-                    window=layers.windows[index],
-                    has_input_norm=index > 0 or spec.first_layer_norm,
-                    kernels=kernels,
-                )
-                for index, prefix in enumerate(spec.layer_prefixes)
-            ),
-            final_norm_H=norm(spec.final_norm),
-            head=VocabHead.tied(embedding_VH, tp)
-            if output == embedding
-            else VocabHead.load(*output, layers.vocab_size, tp),
-            kernels=kernels,
+        super().__init__(weights, layers, embedding[0].get(embedding[1]))
+        self.spec = spec
+        self._embedding_norm_H, self._feature_norm_H = norm(spec.embedding_norm), norm(spec.feature_norm)
+        self._fc = Linear(weights.get(f"{spec.fc}.weight"), weights.get(f"{spec.fc}.bias") if spec.fc_bias else None)
+        self._layers = tuple(
+            DecoderLayer(weights, prefix, layers, window=window, has_input_norm=index > 0 or spec.first_layer_norm)
+            for index, (prefix, window) in enumerate(zip(spec.layer_prefixes, layers.windows, strict=True))
         )
-        weights.finish(allowed=lambda name: not name.startswith(spec.prefix) or is_legacy(name))
-        return head
+        self._final_norm_H = norm(spec.final_norm)
+        if output == embedding:
+            self._head = VocabHead.tied(self._embedding_VH, self.tp)
+        else:
+            self._head = VocabHead.load(*output, layers.vocab_size, self.tp)
+
+    def is_foreign(self, name: str) -> bool:
+        """See `DraftHead`: with MTP it is the target's checkpoint."""
+        return not name.startswith(self.spec.prefix)
 
     @torch.inference_mode()
     def forward(

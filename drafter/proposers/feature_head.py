@@ -8,98 +8,66 @@ Legend: M packed rows, V vocabulary, H draft hidden width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from drafter.tree.frontier import DraftVocabulary
-from workers.kernels.select import AttentionPlan, Kernels
+from workers.kernels.select import AttentionPlan
 from workers.kv_cache import KVPool
+from workers.models.base import PagedModel
 from workers.models.checkpoint import Weights
-from workers.models.layers import HeadSplit, TensorParallel, VocabHead
+from workers.models.decoder import is_legacy
+from workers.models.layers import ON_CPU, HeadSplit, RankWeights, Runtime, VocabHead
 from workers.models.rope import Rope
-from workers.models.specs import Eagle3Spec, ModelSpec
+from workers.models.specs import ModelSpec, check_parallel
 from workers.models.transformers_load import text_name
-from workers.types import AttentionMetadata
-
-_FIRST_SLOT = 1
 
 
-class DraftHead:
-    """One rank's share of a head. `layers`: the shapes of its decoder layers."""
+class DraftHead(PagedModel):
+    """One rank's share of a head. layers: the shapes of its decoder layers. target_ids: of a reduced vocabulary."""
+
+    first_slot: ClassVar[int] = 1
 
     def __init__(
-        self,
-        layers: ModelSpec | Eagle3Spec,
-        *,
-        embedding_VH: Tensor,
-        target_ids: Tensor | None,
-        tp: TensorParallel,
-        kernels: Kernels,
+        self, weights: RankWeights, layers: ModelSpec, embedding_VH: Tensor, target_ids: Tensor | None = None
     ) -> None:
-        self.tp = tp
-        self.kernels = kernels
-        self.device = embedding_VH.device
-        self.dtype = embedding_VH.dtype
+        super().__init__(weights, layers, HeadSplit.of(layers.num_heads, layers.num_kv_heads, weights.tp))
         self.width = layers.hidden_size  # of the features, H
-        self.vocab = DraftVocabulary(target_size=layers.vocab_size, target_ids=target_ids, kernels=kernels)
-        self.heads = HeadSplit.of(layers.num_heads, layers.num_kv_heads, tp)
-        self._layer_shapes = layers
+        self.vocab = DraftVocabulary(target_size=layers.vocab_size, target_ids=target_ids, kernels=self.kernels)
         self._embedding_VH = embedding_VH
-        self._rope = Rope(layers.rope, self.dtype, self.device, kernels.rotation)
+        self._rope = Rope(layers.rope, self.dtype, self.device, self.kernels.rotation)
 
-    def plan(
-        self,
-        metadata: AttentionMetadata,
-        page_size: int,
-        into: Any = None,
-        *,
-        windows: Sequence[int | None] | None = None,
-    ) -> AttentionPlan:
-        """Prepare one step's attention, see `Kernels.plan`; slot 0 is masked. windows: None = those of all layers."""
-        return self.kernels.plan(
-            metadata,
-            page_size,
-            windows=self._layer_shapes.windows if windows is None else windows,
-            group_size=self.heads.num_heads // self.heads.num_kv_heads,
-            first_slot=_FIRST_SLOT,
-            dtype=self.dtype,
-            device=self.device,
-            into=into,
-        )
+    @classmethod
+    @torch.inference_mode()
+    def load(cls, spec: Any, path: Path | str, target_path: Path | str, runtime: Runtime = ON_CPU) -> Self:
+        """Load this rank's share of the head that `spec` describes.
 
-    def bytes_per_slot(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's entry on this rank, with keys and values of `dtype`."""
-        layers = self._layer_shapes
-        return KVPool.bytes_per_slot(layers.num_layers, self.heads.num_kv_heads, layers.head_dim, dtype)
+        A head without its own embedding or vocabulary head uses the target's.
 
-    def new_kv_pool(self, num_slots: int, dtype: torch.dtype | None = None) -> KVPool:
-        """Allocate a pool for this rank's key-value heads; num_slots = pages (the null page included) * page_size.
-
-        dtype: of keys and values (see `kv_dtype`); None = the head's.
+        Raises:
+            ValueError: the ranks cannot split the head, or a tensor is missing, of another shape, or unknown.
         """
-        layers, kv_heads = self._layer_shapes, self.heads.num_kv_heads
-        return KVPool(layers.num_layers, num_slots, kv_heads, layers.head_dim, dtype or self.dtype, self.device)
+        check_parallel(spec, runtime.tp.size)
+        weights = RankWeights(path, runtime, cls.canonical_name)
+        head = cls(spec, weights, Weights(target_path, runtime.dtype, runtime.device))  # type: ignore[arg-type]  # subclasses take a spec
+        weights.finish(allowed=lambda name: is_legacy(name) or head.is_foreign(name))
+        return head
+
+    @staticmethod
+    def canonical_name(stored: str) -> str:
+        """Convert a stored tensor name to the one that is read here."""
+        return stored
+
+    def is_foreign(self, name: str) -> bool:
+        """Return True for a tensor that may be in the checkpoint and that the drafter does not read."""
+        return False
 
 
 class FeatureHead(DraftHead, ABC):
     """A head that drafts the next token alone: EAGLE and MTP."""
-
-    @staticmethod
-    @abstractmethod
-    def load(
-        spec: Any,
-        path: Path | str,
-        target_path: Path | str,
-        tp: TensorParallel,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        kernels: Kernels,
-    ) -> FeatureHead:
-        """Load this rank's shard of the head that its description `spec` describes."""
 
     @abstractmethod
     def forward(
@@ -130,7 +98,7 @@ def name_in_target(target: Weights, name: str) -> str:
     return next((stored for stored in target.names() if text_name(stored) == name), name)
 
 
-def load_embedding(weights: Weights, target: Weights, layers: ModelSpec | Eagle3Spec) -> Tensor:
+def load_embedding(weights: Weights, target: Weights, layers: ModelSpec) -> Tensor:
     """Load the head's input embedding [V, H], or the target's if it has none. Raises ValueError for another shape."""
     if weights.has("embed_tokens.weight"):
         embedding_VH = weights.get("embed_tokens.weight")
@@ -144,12 +112,11 @@ def load_embedding(weights: Weights, target: Weights, layers: ModelSpec | Eagle3
     return embedding_VH
 
 
-def load_vocab_head(
-    weights: Weights, target: Weights, layers: ModelSpec | Eagle3Spec, draft_vocab_size: int, tp: TensorParallel
-) -> VocabHead:
+def load_vocab_head(weights: RankWeights, target: Weights, layers: ModelSpec, draft_vocab_size: int) -> VocabHead:
     """Load the head's own lm_head; a head with the full vocabulary may share the target's (tied or not)."""
+    source: Weights = weights
     if weights.has("lm_head.weight") or draft_vocab_size != layers.vocab_size:
-        source, name = weights, "lm_head.weight"
+        name = "lm_head.weight"
     else:
         source, name = target, name_in_target(target, "lm_head.weight")
         if not target.has(name):
@@ -157,4 +124,18 @@ def load_vocab_head(
     rows = source.shape(name)
     if rows != (draft_vocab_size, layers.hidden_size):
         raise ValueError(f"{weights.path}: {name} is {rows}, not {(draft_vocab_size, layers.hidden_size)}")
-    return VocabHead.load(source, name, draft_vocab_size, tp)
+    return VocabHead.load(source, name, draft_vocab_size, weights.tp)
+
+
+def load_target_ids(weights: Weights, draft_vocab_size: int, vocab_size: int) -> Tensor:
+    """Return the target token of each draft token, int64 [draft_vocab]. The file's `d2t` holds the differences.
+
+    Raises:
+        ValueError: `d2t` is missing although the vocabulary is reduced, or points outside the target's vocabulary.
+    """
+    ids = torch.arange(draft_vocab_size, device=weights.device)
+    if draft_vocab_size < vocab_size or weights.has("d2t"):
+        ids = ids + weights.get("d2t").to(torch.int64)
+    if ids.unique().numel() != draft_vocab_size or ids.min() < 0 or ids.max() >= vocab_size:
+        raise ValueError(f"{weights.path}: d2t does not map to distinct tokens of a vocabulary of {vocab_size}")
+    return ids

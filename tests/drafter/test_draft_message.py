@@ -25,7 +25,7 @@ from verifier.request import Request
 from verifier.step_inputs import StepInputs
 from workers.comm.ipc import Submit
 from workers.config import TreeConfig
-from workers.models.decoder import Decoder
+from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.settings import Constraints, Rule, SamplingSettings, TreeLimits
 from workers.types import DraftReply
@@ -54,7 +54,7 @@ def dspark() -> BlockProposer:
 
 
 def draft_model() -> DraftModelProposer:
-    model = Decoder.load(BUNDLED / "draft", read_spec(BUNDLED / "draft"))
+    model = load_decoder(BUNDLED / "draft", read_spec(BUNDLED / "draft"))
     return DraftModelProposer(model, model.new_kv_pool(NUM_PAGES * PAGE), PAGE)
 
 

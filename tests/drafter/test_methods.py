@@ -25,7 +25,6 @@ def test_a_method_with_weights_is_checked_and_read(name: str) -> None:
     method = METHODS[name]
     assert method.is_model is (method.weights != "none")
     assert (method.check is None) is (method.read_spec is None) is not method.is_model
-    assert method.reads_features or method.load_fusion is None
 
 
 def test_a_drafter_without_weights_has_no_description() -> None:

@@ -13,7 +13,7 @@ from tests.support.engines import AUTO, BUNDLED, CHAIN, DYNAMIC, STATIC, bundled
 from verifier.target import Target
 from verifier.warm_up import warm_up
 from workers.kernels import reference
-from workers.models.decoder import Decoder
+from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.settings import Rule
 from workers.types import NodeKind
@@ -29,7 +29,7 @@ def test_warm_up_drafts_every_kind_of_node_on_the_null_page(method, tree):
         kv = head.new_kv_pool(8 * config.page_size)
         proposer = FeatureProposer(head, kv, config.page_size, config.tree_rows)
     else:
-        model = Decoder.load(BUNDLED / "draft", read_spec(BUNDLED / "draft"))
+        model = load_decoder(BUNDLED / "draft", read_spec(BUNDLED / "draft"))
         kv = model.new_kv_pool(8 * config.page_size)
         proposer = DraftModelProposer(model, kv, config.page_size)
     with torch.inference_mode():
@@ -62,7 +62,7 @@ def test_the_verifier_warms_up_copies_draws_and_truncation(monkeypatch):
     names = {"plan", "tree_attention", "copy_slots", "coupled_argmax", "truncation_threshold"}
     for name in names:
         monkeypatch.setattr(reference, name, noted(name))
-    config, model = bundled(DYNAMIC), Decoder.load(BUNDLED / "target", read_spec(BUNDLED / "target"))
+    config, model = bundled(DYNAMIC), load_decoder(BUNDLED / "target", read_spec(BUNDLED / "target"))
     kv = model.new_kv_pool(9 * config.page_size)
     warm_up(Target(model, kv, config.page_size, None, None), config, 9)
     assert ran == names

@@ -20,6 +20,7 @@ from tests.support.simulated_cuda import simulated_cuda
 from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.cuda_graphs import decoder_graphs
 from workers.kernels.select import kernels_for
+from workers.models.layers import Runtime
 from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.models.specs import TransformersSpec
@@ -53,7 +54,7 @@ def test_replayed_steps_equal_eager_steps(tmp_path: Path, name: str) -> None:
     with simulated_cuda() as cuda:
         device = torch.device("cuda", 0)
         dtype = torch.bfloat16 if spec.has_experts else torch.float32
-        model = load_decoder(path, spec, device=device, dtype=dtype, kernels=kernels_for(device))
+        model = load_decoder(path, spec, Runtime(device=device, dtype=dtype, kernels=kernels_for(device)))
         assert model.can_be_captured is (name not in UNCAPTURED)
         if not model.can_be_captured:
             return
@@ -87,6 +88,8 @@ def test_experts_are_captured_if_their_product_needs_no_host(tmp_path: Path) -> 
             (torch.bfloat16, (12, 0), False),
             (torch.float16, (9, 0), False),
         ):
-            model = load_decoder(path, read_spec(path), device="cuda", dtype=dtype, kernels=kernels_for("cuda"))
+            model = load_decoder(
+                path, read_spec(path), Runtime(device="cuda", dtype=dtype, kernels=kernels_for("cuda"))
+            )
             with mock.patch("torch.cuda.get_device_capability", lambda device, value=capability: value):
                 assert model.can_be_captured is expected

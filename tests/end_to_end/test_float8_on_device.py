@@ -26,6 +26,7 @@ from tests.support.simulated_cuda import simulated_cuda
 from workers.kernels import block_scaled, triton_linear
 from workers.kernels.select import kernels_for
 from workers.models.decoder import Decoder
+from workers.models.layers import RankWeights, Runtime
 from workers.models.readers import read_spec
 from workers.workspace import PassShape, pass_bytes
 
@@ -72,7 +73,10 @@ def test_a_kept_decoder_takes_half_the_memory_and_launches_the_products(
         gc.collect()
         with simulated_cuda() as cuda:
             before = cuda.memory.reset()
-            made = Decoder.load(path, read_spec(path), device="cuda", dtype=torch.bfloat16, kernels=kernels_for("cuda"))
+            made = Decoder(
+                RankWeights(path, Runtime(device="cuda", dtype=torch.bfloat16, kernels=kernels_for("cuda"))),
+                read_spec(path),
+            )
             gc.collect()
             sizes[path] = cuda.memory.num_bytes - before
             x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16().to("cuda")

@@ -26,7 +26,7 @@ from verifier.adaptive.cost_model import UNPROFILED
 from verifier.target import Target
 from workers.comm.ipc import Speculation, Submit, TokenChunk
 from workers.config import AcceptanceConfig, PruneConfig, SimulatedCosts, TreeConfig
-from workers.models.decoder import Decoder
+from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.sampling.grammar import Grammars, TokenTable, grammar_text
 from workers.sampling.logits_state import unpack_logits_states
@@ -84,7 +84,7 @@ def grammar(name: str) -> str:
 
 def draft_model(head: object, kv: object, page_size: int, tree_rows: int) -> Proposer:
     path = BUNDLED / "draft"
-    model = Decoder.load(path, read_spec(path))
+    model = load_decoder(path, read_spec(path))
     return DraftModelProposer(model, model.new_kv_pool(600 * 16), page_size)
 
 

@@ -33,7 +33,8 @@ from tests.support.engines import (
 )
 from workers.config import EngineConfig, TreeConfig
 from workers.kernels.select import TORCH, Kernels, kernels_for
-from workers.models.decoder import Decoder
+from workers.models.layers import Runtime
+from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.settings import SamplingSettings
 from workers.types import AttentionMetadata
@@ -177,7 +178,7 @@ def test_engines_in_8_bits_begin_as_the_dequantized_ones(in_8_bits: tuple[Path, 
 def prompt_logits(dtype: torch.dtype, path: Path = BUNDLED / "target", kernels: Kernels = TORCH) -> torch.Tensor:
     """Return the logits [N, V] of one prompt, run as a single chunk."""
     tokens = torch.tensor(prompts(6)[0], dtype=torch.int32)
-    model = Decoder.load(path, read_spec(path), device="cuda", dtype=dtype, kernels=kernels)
+    model = load_decoder(path, read_spec(path), Runtime(device="cuda", dtype=dtype, kernels=kernels))
     count, page_size = len(tokens), 16
     position = torch.arange(count, dtype=torch.int32)
     num_pages = -(-count // page_size)

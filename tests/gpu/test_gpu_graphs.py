@@ -13,7 +13,8 @@ from tests.support.engines import BUNDLED, DYNAMIC, bundled
 from tests.workers.test_cuda_graphs import STEPS
 from workers.cuda_graphs import Recorder, decoder_graphs
 from workers.kernels.select import kernels_for
-from workers.models.decoder import Decoder
+from workers.models.layers import Runtime
+from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.sampling.sampler import process_logits_static
 from workers.settings import SamplingSettings
@@ -28,8 +29,8 @@ pytestmark = [
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.25)], ids=str)
 def test_replayed_steps_equal_the_same_steps_launched_one_by_one(dtype: torch.dtype, tolerance: float) -> None:
     spec = read_spec(BUNDLED / "target")
-    model = Decoder.load(
-        BUNDLED / "target", spec, device="cuda", dtype=dtype, tap_layers=(0, 2), kernels=kernels_for("cuda")
+    model = load_decoder(
+        BUNDLED / "target", spec, Runtime(device="cuda", dtype=dtype, kernels=kernels_for("cuda")), tap_layers=(0, 2)
     )
     config = bundled(DYNAMIC, max_num_seqs=8, max_model_len=128)
     pools = [model.new_kv_pool(32 * 16) for _ in range(2)]

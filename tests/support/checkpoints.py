@@ -28,8 +28,9 @@ from torch import Tensor
 from drafter.proposers.block import BlockHead
 from drafter.proposers.eagle3 import Eagle3Head
 from workers.models.block_format import read_block_spec
-from workers.models.decoder import Decoder
 from workers.models.eagle3_format import read_eagle3_spec
+from workers.models.layers import ON_CPU, Runtime
+from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.types import AttentionMetadata
 
@@ -376,9 +377,9 @@ def write_eagle3(
     return path
 
 
-def load_eagle3(path: Path, target: Path, *own: Any, **named: Any) -> Eagle3Head:
-    """Load a head; further arguments are those of `Eagle3Head.load`."""
-    return Eagle3Head.load(read_eagle3_spec(path, read_spec(target)), path, target, *own, **named)
+def load_eagle3(path: Path, target: Path, runtime: Runtime = ON_CPU) -> Eagle3Head:
+    """Load a head as its config.json describes it."""
+    return Eagle3Head.load(read_eagle3_spec(path, read_spec(target)), path, target, runtime)
 
 
 def write_block(
@@ -468,7 +469,7 @@ def write_bigrams(path: Path, target: Path, *, rank: int = 96, block_size: int =
 
     Its layers are random and small, so drafts depend on them, but hardly.
     """
-    model = Decoder.load(target, read_spec(target))
+    model = load_decoder(target, read_spec(target))
     spec = model.spec
     token_V = torch.arange(spec.vocab_size)
     kv = model.new_kv_pool(spec.vocab_size)
@@ -502,9 +503,9 @@ def write_bigrams(path: Path, target: Path, *, rank: int = 96, block_size: int =
     return path
 
 
-def load_block(path: Path, target: Path, *own: Any, **named: Any) -> BlockHead:
-    """Load a head; further arguments are those of `BlockHead.load`."""
-    return BlockHead.load(read_block_spec(path, read_spec(target)), path, target, *own, **named)
+def load_block(path: Path, target: Path) -> BlockHead:
+    """Load a head as its config.json describes it."""
+    return BlockHead.load(read_block_spec(path, read_spec(target)), path, target)
 
 
 def write_eagle(

@@ -26,9 +26,11 @@ from verifier.target import Target
 from workers.comm.ipc import FrameDecoder, FrameSocket, StepOutput, Submit, TokenChunk, encode
 from workers.config import EngineConfig
 from workers.kv_cache import kv_dtype
-from workers.models.decoder import Decoder
+from workers.models.base import BaseDecoder
 from workers.models.draft_methods import method_of
-from workers.models.eagle3_format import FeatureFusion, read_eagle3_spec
+from workers.models.eagle3_format import read_eagle3_spec
+from workers.models.fusion import Fusion, load_fusion
+from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.sampling.grammar import Grammars, TokenTable
 
@@ -37,17 +39,19 @@ from workers.sampling.grammar import Grammars, TokenTable
 class Pair:
     """A loaded target and its head, for any number of engines."""
 
-    decoder: Decoder
-    fusion: FeatureFusion
+    decoder: BaseDecoder
+    fusion: Fusion
     head: Eagle3Head
 
     @staticmethod
     def load(target_path: Path | str, head_path: Path | str) -> Pair:
         spec = read_spec(target_path)
         head = read_eagle3_spec(head_path, spec)
+        fusion = load_fusion(head_path, head)
+        assert fusion is not None
         return Pair(
-            Decoder.load(target_path, spec, tap_layers=head.tap_layers),
-            FeatureFusion.load(head_path, head),
+            load_decoder(target_path, spec, tap_layers=head.tap_layers),
+            fusion,
             Eagle3Head.load(head, head_path, target_path),
         )
 

@@ -12,6 +12,7 @@ import verifier.target
 from tests.support.fakes import Bench, RandomLanguage, say
 from verifier.target import token_logprobs
 from workers.comm.ipc import TokenLogprobs
+from workers.models.load import load_decoder
 from workers.settings import SamplingSettings
 
 torch.set_num_threads(1)
@@ -116,11 +117,10 @@ def test_a_step_scores_a_limited_number_of_rows(monkeypatch: pytest.MonkeyPatch)
 def test_the_logits_of_a_long_prompt_never_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.engines import BUNDLED, bundled
     from verifier.target import Target
-    from workers.models.decoder import Decoder
     from workers.models.readers import read_spec
     from workers.types import ScoredRows
 
-    decoder = Decoder.load(BUNDLED / "target", read_spec(BUNDLED / "target"))
+    decoder = load_decoder(BUNDLED / "target", read_spec(BUNDLED / "target"))
     target = Target(decoder, decoder.new_kv_pool(16), bundled().page_size, None, None)
     sizes, logits = [], decoder.logits
 

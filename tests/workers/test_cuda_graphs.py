@@ -18,7 +18,8 @@ from tests.support.engines import DYNAMIC, bundled
 from workers import cuda_graphs
 from workers.cuda_graphs import MAX_ROWS, MOST_ROWS, Size, bucket, can_capture, decoder_graphs, fitting, padded, sizes
 from workers.kernels.select import TORCH
-from workers.models.decoder import Decoder
+from workers.models.layers import Runtime
+from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 
 torch.set_num_threads(1)
@@ -81,7 +82,7 @@ def test_padded_steps_have_the_same_results(monkeypatch: pytest.MonkeyPatch, tmp
             pytest.skip("runs on the GPU in gpu/")
         from workers.kernels import fused as kernels  # type: ignore[no-redef]
     path = checkpoints.write_model(tmp_path, "llama", num_hidden_layers=2)
-    model = Decoder.load(path, read_spec(path), tap_layers=(0, 2), kernels=kernels)
+    model = load_decoder(path, read_spec(path), Runtime(kernels=kernels), tap_layers=(0, 2))
     monkeypatch.setattr(cuda_graphs, "MOST_ROWS", 64)
     config = bundled(DYNAMIC, max_num_seqs=8, max_model_len=128)
     pools = [model.new_kv_pool(32 * 16) for _ in range(2)]

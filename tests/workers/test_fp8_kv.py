@@ -18,7 +18,6 @@ from workers.config import EngineConfig
 from workers.kernels import reference
 from workers.kv_cache import FP8, FP8_MAX, KVPool, kv_dtype
 from workers.models.eagle3_format import read_eagle3_spec
-from workers.models.layers import SINGLE
 from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 
@@ -82,12 +81,10 @@ def test_a_model_computes_with_the_rounded_values(tmp_path: Path, family: str) -
     if family == "eagle3":
         target = checkpoints.write_model(tmp_path / "target", "llama")
         path = checkpoints.write_eagle3(tmp_path / "head")
-        model: Any = Eagle3Head.load(
-            read_eagle3_spec(path, read_spec(target)), path, target, SINGLE, CPU, torch.float32
-        )
+        model: Any = Eagle3Head.load(read_eagle3_spec(path, read_spec(target)), path, target)
     else:
         path = checkpoints.write_model(tmp_path, family)
-        model = load_decoder(path, read_spec(path), SINGLE, CPU, torch.float32)
+        model = load_decoder(path, read_spec(path))
 
     def run(slot_N: np.ndarray, plan: Any, kv: KVPool) -> Tensor:
         generator = torch.Generator().manual_seed(len(slot_N))

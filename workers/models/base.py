@@ -1,45 +1,82 @@
-"""The interface of a rank's share of a target or draft model, and what its two implementations have in common.
+"""What a rank's share of a model offers: target and draft models, and the heads of `drafter.proposers`.
 
-Implemented by `workers.models.decoder.Decoder` and `workers.models.transformers_model.TransformersDecoder`; every
-method but `plan` and `new_kv_pool` is called by all ranks of `tp` together.
 Legend: N packed rows, D hidden width, V vocabulary, W = ceil(V / T) columns of a logits shard.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from workers.kernels.select import AttentionPlan, Kernels
+from workers.kernels.select import AttentionPlan
 from workers.kv_cache import KVPool
-from workers.models.layers import HeadSplit, TensorParallel, gather_vocab, shard_vocab
-from workers.models.specs import ModelSpec, check_parallel
+from workers.models.layers import HeadSplit, RankWeights, gather_vocab, shard_vocab
+from workers.models.specs import ModelSpec
 from workers.types import AttentionMetadata, Hidden
 
 
-class BaseDecoder(ABC):
-    """A decoder-only model over packed tokens and the paged KV cache."""
+class PagedModel:
+    """Layers that attend over the paged KV cache. layers: their shapes. heads: this rank's of them."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        tp: TensorParallel,
-        heads: HeadSplit,
-        embedding_VD: Tensor,
-        tap_layers: tuple[int, ...],
-        kernels: Kernels,
-    ) -> None:
-        self.spec = spec
-        self.tp = tp
+    first_slot: ClassVar[int] = 0
+    """Rows never attend to logical slots below it."""
+
+    def __init__(self, weights: RankWeights, layers: ModelSpec, heads: HeadSplit) -> None:
+        self.tp, self.kernels = weights.tp, weights.kernels
+        self.device, self.dtype = weights.device, weights.dtype
         self.heads = heads
-        self.device = embedding_VD.device
-        self.dtype = embedding_VD.dtype
+        self._layer_shapes = layers
+
+    def plan(
+        self,
+        metadata: AttentionMetadata,
+        page_size: int,
+        into: Any = None,
+        *,
+        windows: Sequence[int | None] | None = None,
+    ) -> AttentionPlan:
+        """Plan one step's attention, see `Kernels.plan`. windows: None = those of all layers."""
+        return self.kernels.plan(
+            metadata,
+            page_size,
+            windows=self._layer_shapes.windows if windows is None else windows,
+            group_size=self.heads.num_heads // self.heads.num_kv_heads,
+            first_slot=self.first_slot,
+            dtype=self.dtype,
+            device=self.device,
+            into=into,
+        )
+
+    def bytes_per_slot(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's entry on this rank, with keys and values of `dtype`."""
+        layers = self._layer_shapes
+        return KVPool.bytes_per_slot(layers.num_layers, self.heads.num_kv_heads, layers.head_dim, dtype)
+
+    def new_kv_pool(self, num_slots: int, dtype: torch.dtype | None = None) -> KVPool:
+        """Allocate a pool for this rank's key-value heads; num_slots = pages (with the null page) * page_size.
+
+        dtype: of keys and values (see `kv_dtype`); None = the model's.
+        """
+        layers, kv_heads = self._layer_shapes, self.heads.num_kv_heads
+        return KVPool(layers.num_layers, num_slots, kv_heads, layers.head_dim, dtype or self.dtype, self.device)
+
+
+class BaseDecoder(PagedModel, ABC):
+    """A decoder-only model over packed tokens: `Decoder`, or `TransformersDecoder`.
+
+    All ranks of `tp` call `forward` and what gives logits together. tap_layers: the residual stream is captured before
+    these layers (0 .. L), for EAGLE-3.
+    """
+
+    def __init__(self, weights: RankWeights, spec: ModelSpec, heads: HeadSplit, tap_layers: tuple[int, ...]) -> None:
+        super().__init__(weights, spec, heads)
+        self.spec = spec
         self.tap_layers = tap_layers
-        self.kernels = kernels
-        start, end, self._shard_width = shard_vocab(spec.vocab_size, tp)
+        start, end, self._shard_width = shard_vocab(spec.vocab_size, self.tp)
         self.vocab_range = (start, end)
 
     @property
@@ -51,26 +88,6 @@ class BaseDecoder(ABC):
     def can_be_captured(self) -> bool:
         """True if a forward pass on CUDA does not synchronize with the host."""
         return True
-
-    def plan(self, metadata: AttentionMetadata, page_size: int, into: Any = None) -> AttentionPlan:
-        """Plan one step's attention for this model's heads, windows, dtype and device, see `Kernels.plan`."""
-        return self.kernels.plan(
-            metadata,
-            page_size,
-            windows=self.spec.windows,
-            group_size=self.heads.num_heads // self.heads.num_kv_heads,
-            dtype=self.dtype,
-            device=self.device,
-            into=into,
-        )
-
-    def new_kv_pool(self, num_slots: int, dtype: torch.dtype | None = None) -> KVPool:
-        """Allocate a pool for this rank's key-value heads; num_slots = pages (with the null page) * page_size.
-
-        dtype: of keys and values (see `kv_dtype`); None = the model's.
-        """
-        spec, kv_heads = self.spec, self.heads.num_kv_heads
-        return KVPool(spec.num_layers, num_slots, kv_heads, spec.head_dim, dtype or self.dtype, self.device)
 
     @abstractmethod
     def forward(self, tokens_N: Tensor, positions_N: Tensor, plan: AttentionPlan, kv: KVPool) -> Hidden:
@@ -91,11 +108,3 @@ class BaseDecoder(ABC):
     def full_logits(self, hidden_ND: Tensor) -> Tensor:
         """Return float32 [N, V] logits on every rank. Collective over `tp`."""
         return gather_vocab(self.logits(hidden_ND), self.tp, self.spec.vocab_size)
-
-
-def check_load(spec: ModelSpec, tp: TensorParallel, tap_layers: tuple[int, ...]) -> None:
-    """Raise ValueError unless the ranks can split the model and the model has the tap layers."""
-    check_parallel(spec, tp.size)
-    for tap in tap_layers:
-        if not 0 <= tap <= spec.num_layers:
-            raise ValueError(f"feature layer {tap} is outside a model of {spec.num_layers} layers")

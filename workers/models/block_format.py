@@ -1,9 +1,5 @@
 """Block heads, DSpark and DFlash: four published layouts, normalized to one `BlockSpec` and one set of tensor names.
 
-    read_block_spec(path, target) -> BlockSpec
-    open_block(path, dtype, device, kernels) -> Weights
-    ContextFusion.load(path, spec, device, dtype)(taps_NX) -> [N, H]
-
 A slot of the block holds the anchor, which is the newest token, or the mask token. What differs between the layouts:
 
     DeepSpec      `Qwen3DSparkModel`; ids at the top, of the layers AFTER which states are captured; a slot predicts
@@ -13,9 +9,6 @@ A slot of the block holds the anchor, which is the newest token, or the mask tok
     SpecForge     as z-lab; with `projector_type` "dspark" as DeepSpec, the Markov head's fields in `dflash_config`
     speculators   `speculators_model_type`, layers in `transformer_layer_config`; ids of the layers BEFORE which states
                   are captured; `sample_from_anchor` tells what a slot predicts
-
-The verifier runs the first operation of the head, so that a drafter receives H values per token.
-Legend: N packed rows, X width of all taps together, H draft hidden width.
 """
 
 from __future__ import annotations
@@ -23,25 +16,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from workers.kernels.linear import Linear
-from workers.kernels.pointwise import rms_norm
-from workers.kernels.select import TORCH, Kernels
-from workers.models.checkpoint import Weights
-from workers.models.config_json import read_json
-from workers.models.fc_head_format import head_layers
-from workers.models.head_layers import block_kind, layer_config
-from workers.models.layers import open_weights
+from workers.models.config_json import read_config
+from workers.models.head_layers import block_kind, check_target, head_layers
 from workers.models.specs import BlockSpec, ModelSpec
-
-CONTEXT_TENSORS = ("fc.weight", "hidden_norm.weight")
-"""Tensors that the verifier reads and the drafter ignores."""
-
-UNUSED_TENSORS = ("t2d", "confidence_head.proj.weight", "confidence_head.proj.bias")
-"""The target-to-draft mask is redundant given d2t. Confidence is not read: survival is calibrated on what is
-accepted."""
 
 _MAX_BLOCK = 64
 """Slots that a row's mask has bits for."""
@@ -71,24 +48,16 @@ def read_block_spec(path: Path | str, target: ModelSpec) -> BlockSpec:
         ValueError: not such a head, one made for another target, or a variant that is not supported.
     """
     path = Path(path)
-    raw = read_json(path / "config.json")
-    if not raw:
-        raise FileNotFoundError(f"no config.json in {path}")
+    raw = read_config(path)
     if block_kind(raw) is None:
         raise ValueError(f"{path} is not a DSpark or DFlash head")
     inner: dict[str, Any] = raw.get("transformer_layer_config") or raw
     own = raw | (raw.get("dflash_config") or {})
     _check_fields(raw, own, path)
-    config = layer_config({"vocab_size": target.vocab_size} | inner, path, "qwen3")
     bias = bool(inner.get("attention_bias", False))
-    layers = head_layers(config, path, target, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    layers = head_layers({"vocab_size": target.vocab_size} | inner, path, target, "qwen3", qkv_bias=bias, o_bias=bias)
     target_hidden = raw.get("target_hidden_size") or target.hidden_size
-    for what, found, wanted in (
-        ("a vocabulary", layers.vocab_size, target.vocab_size),
-        ("a hidden size", target_hidden, target.hidden_size),
-    ):
-        if found != wanted:
-            raise ValueError(f"{path} is for a target with {what} of {found}, this one has {wanted}")
+    check_target(path, target, layers.vocab_size, target_hidden)
     block_size = _number(own, "block_size", range(2, _MAX_BLOCK + 1), path)
     rank = own.get("markov_rank") or 0
     return BlockSpec(
@@ -168,38 +137,6 @@ def _causal_layers(own: dict[str, Any], windows: tuple[int | None, ...], path: P
     return causal
 
 
-def canonical_name(name: str) -> str:
+def canonical_name(stored: str) -> str:
     """Convert a stored tensor name: early heads of SpecForge put the Markov and confidence heads in `logit_head.`."""
-    return name.removeprefix("logit_head.")
-
-
-def open_block(
-    path: Path | str, dtype: torch.dtype, device: torch.device | str = "cpu", kernels: Kernels = TORCH
-) -> Weights:
-    """Open a head's tensors under their canonical names."""
-    return open_weights(path, dtype, device, kernels, canonical_name)
-
-
-class ContextFusion:
-    """The first operation of the head, run by the verifier: hidden_norm(fc(taps))."""
-
-    def __init__(self, fc_HX: Tensor, norm_H: Tensor, eps: float) -> None:
-        self._fc, self._norm_H, self._eps = Linear(fc_HX), norm_H, eps
-
-    @staticmethod
-    @torch.inference_mode()
-    def load(
-        path: Path | str, spec: BlockSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-    ) -> ContextFusion:
-        """Read the fusion's tensors. Raises ValueError if one is missing or has another shape."""
-        weights = open_block(path, dtype, device)
-        fc_HX = weights.get("fc.weight")
-        expected = spec.matrix_shapes()["fc.weight"]
-        if fc_HX.shape != expected:
-            raise ValueError(f"{path}: fc.weight is {tuple(fc_HX.shape)}, this target needs {expected}")
-        return ContextFusion(fc_HX, weights.get("hidden_norm.weight"), spec.layers.rms_norm_eps)
-
-    @torch.inference_mode()
-    def __call__(self, taps_NX: Tensor) -> Tensor:
-        """Convert the target's taps [N, X] to features [N, H], in the weights' dtype."""
-        return rms_norm(self._fc(taps_NX), self._norm_H, self._eps)
+    return stored.removeprefix("logit_head.")

@@ -28,6 +28,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a folder's config.json. Raises FileNotFoundError if there is none, and ValueError if it is not valid."""
+    if raw := read_json(path / "config.json"):
+        return raw
+    raise FileNotFoundError(f"no config.json in {path}")
+
+
 def eos_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
     """Return the EOS token ids of config.json and generation_config.json; chat models list theirs in either.
 

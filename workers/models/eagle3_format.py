@@ -1,40 +1,17 @@
 """EAGLE-3 checkpoints: three published formats, normalized to one `Eagle3Spec` and one set of tensor names.
 
-    read_eagle3_spec(path, target) -> Eagle3Spec
-    open_eagle3(path, dtype, device, kernels) -> Weights   with SafeAILab's tensor names, for all formats
-    load_target_ids(weights, draft_vocab_size, vocab_size) -> int64 [draft_vocab]
-    FeatureFusion.load(path, spec, device, dtype)(taps_N3D) -> [N, H]
-
 Formats: (a) SafeAILab (`midlayer.*`, LlamaConfig fields), (b) SpecForge / SGLang (same tensors, `eagle_config` with
 layer ids counted AFTER a layer), (c) vLLM speculators (`layers.0.*`, `transformer_layer_config`, EAGLE-3.1's flags).
-The verifier runs the feature fusion, so that a drafter receives H values per token instead of 3 D.
-Legend: N packed rows, D target hidden width, H draft hidden width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
-from workers.kernels.linear import Linear
-from workers.kernels.pointwise import rms_norm
-from workers.kernels.select import TORCH, Kernels
-from workers.models.checkpoint import Weights
-from workers.models.config_json import read_json
-from workers.models.head_layers import check_eagle3, layer_config, layer_windows
-from workers.models.layers import open_weights
-from workers.models.rope import rope_spec
+from workers.models.config_json import read_config
+from workers.models.head_layers import check_eagle3, head_layers
 from workers.models.specs import Eagle3Spec, ModelSpec
-
-FUSION_TENSORS = ("fc.weight", "input_norm.weight", "fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight")
-"""Tensors that the verifier reads and the drafter ignores."""
-
-UNUSED_TENSORS = ("t2d",)
-"""The target-to-draft mask is redundant given d2t."""
 
 
 def default_tap_layers(num_layers: int) -> tuple[int, int, int]:
@@ -53,37 +30,29 @@ def read_eagle3_spec(path: Path | str, target: ModelSpec) -> Eagle3Spec:
         ValueError: not an EAGLE-3 head, or one made for another target.
     """
     path = Path(path)
-    raw = read_json(path / "config.json")
-    if not raw:
-        raise FileNotFoundError(f"no config.json in {path}")
+    raw = read_config(path)
     check_eagle3(raw, path)
     inner: dict[str, Any] = raw.get("transformer_layer_config") or raw
-    kind = _layer_kind(inner, path) if inner is not raw else "llama"
-    config = layer_config(inner, path, kind)
     vocab_size = inner.get("vocab_size") or target.vocab_size
+    bias = bool(inner.get("attention_bias", False))
+    layers = head_layers(
+        inner | {"vocab_size": vocab_size},
+        path,
+        target,
+        _layer_kind(inner, path) if inner is not raw else "llama",
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bool(inner.get("mlp_bias", False)),
+    )
     if vocab_size != target.vocab_size:
         raise ValueError(f"{path} is for a vocabulary of {vocab_size} tokens, the target has {target.vocab_size}")
     target_hidden = raw.get("target_hidden_size") or target.hidden_size
     if target_hidden != target.hidden_size:
         raise ValueError(f"{path} is for a target of hidden size {target_hidden}, this one has {target.hidden_size}")
-    bias = bool(inner.get("attention_bias", False))
     return Eagle3Spec(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
+        layers=layers,
         target_hidden_size=target_hidden,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
-        vocab_size=vocab_size,
         draft_vocab_size=raw.get("draft_vocab_size") or vocab_size,
-        rms_norm_eps=config.rms_norm_eps,
-        rope=rope_spec(config),
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=bool(inner.get("mlp_bias", False)),
-        qk_norm=kind == "qwen3",
-        windows=layer_windows(config, path),
         tap_layers=_tap_layers(raw, target.num_layers, path),
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
         input_norm=bool(raw.get("norm_before_fc", False)),
@@ -122,66 +91,6 @@ def _tap_layers(raw: dict[str, Any], num_layers: int, path: Path) -> tuple[int, 
     return ids[0], ids[1], ids[2]
 
 
-def canonical_name(name: str) -> str:
+def canonical_name(stored: str) -> str:
     """Convert a stored tensor name to SafeAILab's: `layers.0.` (speculators) becomes `midlayer.`."""
-    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
-
-
-def open_eagle3(
-    path: Path | str, dtype: torch.dtype, device: torch.device | str = "cpu", kernels: Kernels = TORCH
-) -> Weights:
-    """Open a head's tensors under their canonical names."""
-    return open_weights(path, dtype, device, kernels, canonical_name)
-
-
-def load_target_ids(weights: Weights, draft_vocab_size: int, vocab_size: int) -> Tensor:
-    """Return the target token of each draft token, int64 [draft_vocab]. The file's `d2t` holds the differences.
-
-    Raises:
-        ValueError: `d2t` is missing although the vocabulary is reduced, or points outside the target's vocabulary.
-    """
-    ids = torch.arange(draft_vocab_size, device=weights.device)
-    if draft_vocab_size < vocab_size or weights.has("d2t"):
-        ids = ids + weights.get("d2t").to(torch.int64)
-    if ids.unique().numel() != draft_vocab_size or ids.min() < 0 or ids.max() >= vocab_size:
-        raise ValueError(f"{weights.path}: d2t does not map to distinct tokens of a vocabulary of {vocab_size}")
-    return ids
-
-
-class FeatureFusion:
-    """The first operation of the head, run by the verifier: fc(taps), after EAGLE-3.1's norms."""
-
-    def __init__(self, fc_H3D: Tensor, norm: Callable[[Tensor], Tensor] | None) -> None:
-        self._fc = Linear(fc_H3D)
-        self.norm = norm
-
-    @staticmethod
-    @torch.inference_mode()
-    def load(
-        path: Path | str, spec: Eagle3Spec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-    ) -> FeatureFusion:
-        """Read the fusion's tensors. Raises ValueError if one is missing or unknown."""
-        weights = open_eagle3(path, dtype, device)
-        fc_H3D = weights.get("fc.weight")
-        expected = (spec.hidden_size, 3 * spec.target_hidden_size)
-        if fc_H3D.shape != expected:
-            raise ValueError(f"{path}: fc.weight is {tuple(fc_H3D.shape)}, this target needs {expected}")
-        norm = _fusion_norm(weights, spec)
-        weights.finish(allowed=lambda name: name not in FUSION_TENSORS)
-        return FeatureFusion(fc_H3D, norm)
-
-    @torch.inference_mode()
-    def __call__(self, taps_N3D: Tensor) -> Tensor:
-        """Convert the decoder's taps [N, 3 D] to features [N, H], in the weights' dtype."""
-        return self._fc(taps_N3D if self.norm is None else self.norm(taps_N3D))
-
-
-def _fusion_norm(weights: Weights, spec: Eagle3Spec) -> Callable[[Tensor], Tensor] | None:
-    eps = spec.rms_norm_eps
-    if spec.input_norm:
-        weight_3D = weights.get("input_norm.weight")
-        return lambda taps_N3D: rms_norm(taps_N3D, weight_3D, eps)
-    if spec.fc_norm:
-        weight_3_D = torch.stack([weights.get(f"fc_norm.{i}.weight") for i in range(3)])
-        return lambda taps_N3D: rms_norm(taps_N3D.view(-1, *weight_3_D.shape), weight_3_D, eps).flatten(1)
-    return None
+    return "midlayer." + stored.removeprefix("layers.0.") if stored.startswith("layers.0.") else stored

@@ -1,8 +1,5 @@
 """Draft heads of the form fc(embedding, feature) -> decoder layers -> norm: EAGLE-1/2 and MTP.
 
-    read_eagle_spec(path, target) -> FcHeadSpec        from a separate checkpoint
-    read_mtp_spec(path, target) -> FcHeadSpec          from the target's checkpoint
-
 The feature of a token is the target's last hidden state, after its final norm. Layouts, names without `.weight`:
 
     EAGLE-1/2 (SafeAILab)   fc(+ bias), layers.{i}.*; layer 0 has no input_layernorm; [embed_tokens] [lm_head]
@@ -17,11 +14,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from workers.models.config_json import read_json
-from workers.models.head_layers import INSTEAD_OF_MTP, check_eagle, check_mtp, layer_config, layer_windows
-from workers.models.rope import rope_spec
+from workers.models.config_json import read_config, read_json
+from workers.models.head_layers import INSTEAD_OF_MTP, check_eagle, check_mtp, check_target, head_layers
 from workers.models.specs import FcHeadSpec, ModelSpec
 
 
@@ -35,17 +30,10 @@ def read_eagle_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
         ValueError: another kind of head, or a head for another target.
     """
     path = Path(path)
-    raw = read_json(path / "config.json")
-    if not raw:
-        raise FileNotFoundError(f"no config.json in {path}")
+    raw = read_config(path)
     check_eagle(raw, path)
-    layers = head_layers(layer_config(raw, path), path, target, qkv_bias=bool(raw.get("qkv_bias", False)))
-    for what, own, wanted in (
-        ("a vocabulary", layers.vocab_size, target.vocab_size),
-        ("a hidden size", layers.hidden_size, target.hidden_size),
-    ):
-        if own != wanted:
-            raise ValueError(f"{path} is for a target with {what} of {own}, this one has {wanted}")
+    layers = head_layers(raw, path, target, qkv_bias=bool(raw.get("qkv_bias", False)))
+    check_target(path, target, layers.vocab_size, layers.hidden_size)
     return FcHeadSpec(
         layers=layers,
         prefix="",
@@ -57,35 +45,6 @@ def read_eagle_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
         layer_prefixes=tuple(f"layers.{index}." for index in range(layers.num_layers)),
         first_layer_norm=False,
         final_norm=None,
-    )
-
-
-def head_layers(
-    config: Any, path: Path, target: ModelSpec, *, qkv_bias: bool, o_bias: bool = False, qk_norm: bool = False
-) -> ModelSpec:
-    """Return the layers that a head's LlamaConfig or Qwen3Config describes."""
-    return ModelSpec(
-        family="qwen3" if qk_norm else "llama",
-        num_layers=config.num_hidden_layers,
-        num_mtp_layers=0,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        rms_norm_eps=config.rms_norm_eps,
-        tie_embeddings=False,
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=False,
-        qk_norm=qk_norm,
-        rope=rope_spec(config),
-        windows=layer_windows(config, path),
-        max_position_embeddings=config.max_position_embeddings,
-        max_scaled_positions=config.max_position_embeddings,
-        dtype=target.dtype,
-        eos_token_ids=target.eos_token_ids,
     )
 
 

@@ -1,11 +1,4 @@
-"""The decoder layers of a draft head, read from its config.json in any format.
-
-check_eagle, check_eagle3, check_mtp, check_dspark, check_dflash (raw, path)
-                                                        refuse a head, or target, of another kind than the method's
-block_kind(raw) -> "dspark", "dflash" or None           the method of a block head
-layer_config(raw, path, kind="llama") -> LlamaConfig or Qwen3Config
-layer_windows(config, path) -> (window or None, ...)    per layer
-"""
+"""What the formats of draft heads have in common: which method a config.json is for, and the heads' decoder layers."""
 
 from __future__ import annotations
 
@@ -13,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from workers.models.config_json import fp8_block
+from workers.models.specs import ModelSpec
 
 MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 INSTEAD_OF_MTP = "use 'eagle3', 'draft_model' or 'ngram'"
@@ -96,7 +90,56 @@ def _check_speculators(raw: dict[str, Any], path: Path) -> None:
         )
 
 
-def layer_config(raw: dict[str, Any], path: Path, kind: Literal["llama", "qwen3"] = "llama") -> Any:
+def head_layers(
+    raw: dict[str, Any],
+    path: Path,
+    target: ModelSpec,
+    kind: Literal["llama", "qwen3"] = "llama",
+    *,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+) -> ModelSpec:
+    """Return the layers of this kind that a head's config.json describes, for this target."""
+    from workers.models.rope import rope_spec
+
+    config = _layer_config(raw, path, kind)
+    return ModelSpec(
+        family=kind,
+        num_layers=config.num_hidden_layers,
+        num_mtp_layers=0,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        rms_norm_eps=config.rms_norm_eps,
+        tie_embeddings=False,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=kind == "qwen3",
+        rope=rope_spec(config),
+        windows=_layer_windows(config, path),
+        max_position_embeddings=config.max_position_embeddings,
+        max_scaled_positions=config.max_position_embeddings,
+        dtype=target.dtype,
+        eos_token_ids=target.eos_token_ids,
+    )
+
+
+def check_target(path: Path, target: ModelSpec, vocab_size: int, hidden_size: int) -> None:
+    """Raise ValueError for a head that was made for a target of another vocabulary or width."""
+    for what, found, wanted in (
+        ("a vocabulary", vocab_size, target.vocab_size),
+        ("a hidden size", hidden_size, target.hidden_size),
+    ):
+        if found != wanted:
+            raise ValueError(f"{path} is for a target with {what} of {found}, this one has {wanted}")
+
+
+def _layer_config(raw: dict[str, Any], path: Path, kind: Literal["llama", "qwen3"]) -> Any:
     """Parse the layers' fields with transformers' configuration classes, which fill in defaults (rope base 10000).
 
     kind: the type of the layers. Most implementations only have Llama layers, but `architectures` and `model_type` are
@@ -128,7 +171,7 @@ def layer_config(raw: dict[str, Any], path: Path, kind: Literal["llama", "qwen3"
     return config
 
 
-def layer_windows(config: Any, path: Path) -> tuple[int | None, ...]:
+def _layer_windows(config: Any, path: Path) -> tuple[int | None, ...]:
     """Return each layer's sliding window, None for full attention. config: LlamaConfig or Qwen3Config.
 
     Only `layer_types` decides, as in speculators (whose trainer writes it) and vLLM. A `sliding_window` without it is

@@ -1,11 +1,5 @@
 """The layers of a decoder with tensor parallelism: attention, MLP and LM head.
 
-    TensorParallel(rank, size, group); SINGLE
-    open_weights(path, dtype, device, kernels) -> Weights
-    HeadSplit.of(num_heads, num_kv_heads, tp)
-    Attention.load(...)(x_ND, rotation, plan, kv, layer) -> [N, D]     Mlp.load(...)(x_ND) -> [N, D]
-    VocabHead.load(...)(x_ND) -> [N, W] float32 shard                  gather_vocab(shard_NW, tp, vocab_size) -> [N, V]
-
 Legend: N packed rows, D hidden width, H heads, d head width, I intermediate width, V vocabulary, W a shard's width.
 Column-parallel weights (q, k, v, gate, up, vocabulary) hold this rank's output rows. Row-parallel weights (o, down)
 hold its input columns and are followed by one all-reduce. With size 1 no collective is called.
@@ -29,6 +23,7 @@ from workers.kernels.pointwise import Rotation
 from workers.kernels.select import TORCH, AttentionPlan, Kernels
 from workers.kv_cache import KVPool
 from workers.models.checkpoint import Weights
+from workers.models.specs import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -73,20 +68,41 @@ class HeadSplit:
         )
 
 
-def open_weights(
-    path: Path | str,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    kernels: Kernels,
-    rename: Callable[[str], str] = str,
-) -> Weights:
-    """Open a checkpoint whose matrices stay in float8 if they are stored so and the kernels multiply them."""
-    keeps_float8 = kernels.keeps_float8(dtype, torch.device(device))
-    weights = Weights(path, dtype, device, rename, keeps_float8=keeps_float8)
-    if weights.fp8_block is not None:
-        why = f"dequantized, because {kernels.NAME} kernels do not multiply them with {dtype} on this device"
-        logger.info("%s: FP8 blocks are %s", path, "kept in 8 bits" if keeps_float8 else why)
-    return weights
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """Where and with what a rank runs a model."""
+
+    tp: TensorParallel = SINGLE
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype = torch.float32
+    kernels: Kernels = TORCH
+
+
+ON_CPU = Runtime()
+
+
+class RankWeights(Weights):
+    """A checkpoint, and what else a rank needs to build its share of the model.
+
+    rename: see `Weights`. has_float8: matrices stay in float8 if they are stored so and the kernels multiply them.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        runtime: Runtime = ON_CPU,
+        rename: Callable[[str], str] = str,
+        *,
+        has_float8: bool = True,
+    ) -> None:
+        dtype, device, self.kernels = runtime.dtype, torch.device(runtime.device), runtime.kernels
+        keeps_float8 = has_float8 and self.kernels.keeps_float8(dtype, device)
+        super().__init__(path, dtype, device, rename, keeps_float8=keeps_float8)
+        self.dtype: torch.dtype = dtype
+        self.tp = runtime.tp
+        if has_float8 and self.fp8_block is not None:
+            why = f"dequantized, because {self.kernels.NAME} kernels do not multiply them with {dtype} on this device"
+            logger.info("%s: FP8 blocks are %s", path, "kept in 8 bits" if keeps_float8 else why)
 
 
 def check_shape(weights: Weights, name: str, expected: tuple[int, ...], fields: str) -> None:
@@ -97,90 +113,53 @@ def check_shape(weights: Weights, name: str, expected: tuple[int, ...], fields: 
 
 
 class Attention:
-    """Self-attention of one layer: fused QKV projection, QK norm (Qwen3), rope, paged KV cache, output projection."""
+    """Self-attention of one layer: fused QKV projection, QK norm (Qwen3), rope, paged KV cache, output projection.
+
+    It reads this rank's slices of `prefix`{q,k,v,o}_proj and, with `qk_norm`, {q,k}_norm. in_width: None = the hidden
+    width. Raises ValueError for a tensor that is missing or has another shape.
+    """
 
     def __init__(
         self,
-        *,
-        heads: HeadSplit,
-        head_dim: int,
-        qkv: Linear,
-        o: Linear,
-        qk_norm_Hd: Tensor | None,
-        eps: float,
-        window: int | None,
-        tp: TensorParallel,
-        kernels: Kernels = TORCH,
-    ) -> None:
-        self.num_heads = heads.num_heads
-        self.num_rotated = heads.num_heads + heads.num_kv_heads
-        self.kv_shape = (2, heads.num_kv_heads, head_dim)
-        self.qkv_shape = (self.num_rotated + heads.num_kv_heads, head_dim)
-        self.qkv, self.o = qkv, o
-        self.qk_norm_Hd = qk_norm_Hd
-        self.eps = eps
-        self.scale = head_dim**-0.5
-        self.window = window
-        self.tp = tp
-        self.kernels = kernels
-
-    @staticmethod
-    def load(
-        weights: Weights,
+        weights: RankWeights,
         prefix: str,
+        spec: ModelSpec,
         *,
-        heads: HeadSplit,
-        head_dim: int,
-        in_width: int,
-        out_width: int,
-        qkv_bias: bool,
-        o_bias: bool,
-        qk_norm: bool,
-        eps: float,
-        window: int | None,
-        tp: TensorParallel,
-        kernels: Kernels = TORCH,
-    ) -> Attention:
-        """Read this rank's slices of `prefix`{q,k,v,o}_proj and, with `qk_norm`, {q,k}_norm.
-
-        Raises ValueError for a tensor that is missing or has another shape.
-        """
-        q_rows, kv_rows = heads.num_heads * tp.size * head_dim, heads.num_kv_heads * heads.kv_parts * head_dim
+        in_width: int | None = None,
+        window: int | None = None,
+    ) -> None:
+        self.tp, self.kernels = weights.tp, weights.kernels
+        rank, size, head_dim = self.tp.rank, self.tp.size, spec.head_dim
+        heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, self.tp)
+        in_width, q_rows, kv_rows = (
+            in_width or spec.hidden_size,
+            spec.num_heads * head_dim,
+            spec.num_kv_heads * head_dim,
+        )
         shapes: dict[str, tuple[int, ...]] = {
             "q_proj": (q_rows, in_width),
             "k_proj": (kv_rows, in_width),
             "v_proj": (kv_rows, in_width),
-            "o_proj": (out_width, q_rows),
-        } | ({"q_norm": (head_dim,), "k_norm": (head_dim,)} if qk_norm else {})
+            "o_proj": (spec.hidden_size, q_rows),
+        } | ({"q_norm": (head_dim,), "k_norm": (head_dim,)} if spec.qk_norm else {})
         for name, shape in shapes.items():
             fields = "hidden_size, num_attention_heads, num_key_value_heads and head_dim"
             check_shape(weights, f"{prefix}{name}.weight", shape, fields)
 
-        kv = (0, heads.kv_rank, heads.kv_parts)
-        parts = (("q_proj", (0, tp.rank, tp.size)), ("k_proj", kv), ("v_proj", kv))
-        norm = None
-        if qk_norm:  # one weight row per head, so that queries and keys are normalized together
+        self.num_heads = heads.num_heads
+        self.num_rotated = heads.num_heads + heads.num_kv_heads
+        self.kv_shape = (2, heads.num_kv_heads, head_dim)
+        self.qkv_shape = (self.num_rotated + heads.num_kv_heads, head_dim)
+        self.eps, self.scale, self.window = spec.rms_norm_eps, head_dim**-0.5, window
+        self.qk_norm_Hd = None
+        if spec.qk_norm:  # one weight row per head, so that queries and keys are normalized together
             q_norm, k_norm = weights.get(f"{prefix}q_norm.weight"), weights.get(f"{prefix}k_norm.weight")
-            norm = torch.cat((q_norm.expand(heads.num_heads, -1), k_norm.expand(heads.num_kv_heads, -1)))
-        return Attention(
-            heads=heads,
-            head_dim=head_dim,
-            qkv=Linear(
-                stacked([weights.matrix(f"{prefix}{name}.weight", *part) for name, part in parts]),
-                torch.cat([weights.get(f"{prefix}{name}.bias", *part) for name, part in parts]) if qkv_bias else None,
-                kernels,
-            ),
-            o=Linear(
-                weights.matrix(f"{prefix}o_proj.weight", 1, tp.rank, tp.size),
-                row_parallel_bias(weights, f"{prefix}o_proj.bias", tp) if o_bias else None,
-                kernels,
-            ),
-            qk_norm_Hd=norm,
-            eps=eps,
-            window=window,
-            tp=tp,
-            kernels=kernels,
-        )
+            rows = (q_norm.expand(heads.num_heads, -1), k_norm.expand(heads.num_kv_heads, -1))
+            self.qk_norm_Hd = torch.cat(rows)
+        kv = (0, heads.kv_rank, heads.kv_parts)
+        parts = {"q_proj": (0, rank, size), "k_proj": kv, "v_proj": kv}
+        self.qkv = fused_linear(weights, {f"{prefix}{name}": part for name, part in parts.items()}, spec.qkv_bias)
+        self.o = row_parallel_linear(weights, f"{prefix}o_proj", spec.o_bias)
 
     def __call__(self, x_ND: Tensor, rotation: Rotation, plan: AttentionPlan, kv: KVPool, layer: int) -> Tensor:
         """Attend from normalized x_ND; return [N, D] summed over the ranks, without the residual. Writes their KV."""
@@ -202,57 +181,41 @@ class Attention:
 
 
 class Mlp:
-    """down(silu(gate(x)) * up(x)) with gate and up fused."""
+    """down(silu(gate(x)) * up(x)) with gate and up fused.
 
-    def __init__(self, gate_up: Linear, down: Linear, tp: TensorParallel, kernels: Kernels = TORCH) -> None:
-        self.gate_up, self.down = gate_up, down
-        self.tp = tp
-        self.kernels = kernels
+    It reads this rank's slices of `prefix`{gate,up,down}_proj; the intermediate width may be split unevenly. Raises
+    ValueError for a tensor that is missing or has another shape.
+    """
 
-    @staticmethod
-    def load(
-        weights: Weights,
-        prefix: str,
-        *,
-        width: int,
-        inner_width: int,
-        bias: bool,
-        tp: TensorParallel,
-        kernels: Kernels = TORCH,
-    ) -> Mlp:
-        """Read this rank's slices of `prefix`{gate,up,down}_proj; the intermediate width may be split unevenly.
-
-        Raises ValueError for a tensor that is missing or has another shape.
-        """
+    def __init__(self, weights: RankWeights, prefix: str, spec: ModelSpec) -> None:
+        self.tp, self.kernels = weights.tp, weights.kernels
+        width, inner_width = spec.hidden_size, spec.intermediate_size
         shapes = {"gate": (inner_width, width), "up": (inner_width, width), "down": (width, inner_width)}
         for name, shape in shapes.items():
             check_shape(weights, f"{prefix}{name}_proj.weight", shape, "hidden_size and intermediate_size")
-
-        names, part = (f"{prefix}gate_proj", f"{prefix}up_proj"), (0, tp.rank, tp.size)
-        return Mlp(
-            Linear(
-                stacked([weights.matrix(f"{name}.weight", *part) for name in names]),
-                torch.cat([weights.get(f"{name}.bias", *part) for name in names]) if bias else None,
-                kernels,
-            ),
-            Linear(
-                weights.matrix(f"{prefix}down_proj.weight", 1, tp.rank, tp.size),
-                row_parallel_bias(weights, f"{prefix}down_proj.bias", tp) if bias else None,
-                kernels,
-            ),
-            tp,
-            kernels,
-        )
+        part = (0, self.tp.rank, self.tp.size)
+        self.gate_up = fused_linear(weights, {f"{prefix}gate_proj": part, f"{prefix}up_proj": part}, spec.mlp_bias)
+        self.down = row_parallel_linear(weights, f"{prefix}down_proj", spec.mlp_bias)
 
     def __call__(self, x_ND: Tensor) -> Tensor:
         """Apply the MLP to normalized x_ND; return [N, D] summed over the ranks, without the residual."""
         return self.tp.all_reduce_(self.down(self.kernels.silu_mul(self.gate_up(x_ND))))
 
 
-def row_parallel_bias(weights: Weights, name: str, tp: TensorParallel) -> Tensor | None:
-    """Read the bias of a row-parallel layer on rank 0, which alone adds it to the sum."""
-    bias = weights.get(name)
-    return bias if tp.rank == 0 else None
+def fused_linear(weights: RankWeights, parts: dict[str, tuple[int, int, int]], has_bias: bool) -> Linear:
+    """Read a layer of several tensors' rows, each (dimension, rank, size) of its tensor."""
+    return Linear(
+        stacked([weights.matrix(f"{name}.weight", *part) for name, part in parts.items()]),
+        torch.cat([weights.get(f"{name}.bias", *part) for name, part in parts.items()]) if has_bias else None,
+        weights.kernels,
+    )
+
+
+def row_parallel_linear(weights: RankWeights, name: str, has_bias: bool) -> Linear:
+    """Read this rank's columns of a layer. Only rank 0 adds the bias to the sum."""
+    matrix = weights.matrix(f"{name}.weight", 1, weights.tp.rank, weights.tp.size)
+    bias = weights.get(f"{name}.bias") if has_bias else None
+    return Linear(matrix, bias if weights.tp.rank == 0 else None, weights.kernels)
 
 
 class VocabHead:

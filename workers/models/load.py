@@ -1,42 +1,39 @@
-"""Selects the decoder implementation of a checkpoint.
-
-load_decoder(path, spec, tp, device, dtype, tap_layers=(), kernels=TORCH, max_model_len=None) -> BaseDecoder
-"""
+"""Loads a rank's share of a target or draft model, into the class that its description selects."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
-from workers.kernels.select import TORCH, Kernels
 from workers.models.base import BaseDecoder
 from workers.models.decoder import Decoder
-from workers.models.layers import SINGLE, TensorParallel
-from workers.models.specs import ModelSpec, TransformersSpec
+from workers.models.layers import ON_CPU, RankWeights, Runtime
+from workers.models.specs import ModelSpec, TransformersSpec, check_parallel
 
 
 def load_decoder(
     path: Path | str,
     spec: ModelSpec,
-    tp: TensorParallel = SINGLE,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    runtime: Runtime = ON_CPU,
     tap_layers: tuple[int, ...] = (),
-    kernels: Kernels = TORCH,
     max_model_len: int | None = None,
 ) -> BaseDecoder:
-    """Read this rank's share of a checkpoint folder, into `Decoder` or `TransformersDecoder`.
+    """Read this rank's share of a checkpoint folder.
 
     Args:
-        spec: the result of `read_spec` for the same folder; its type selects the implementation.
-        max_model_len: see `TransformersDecoder.load`; ignored by `Decoder`.
+        spec: the result of `read_spec` for the same folder.
+        tap_layers: capture the residual stream before these layers (0 .. L), for EAGLE-3.
+        max_model_len: see `TransformersDecoder`.
 
     Raises:
-        ValueError: see `Decoder.load` and `TransformersDecoder.load`.
+        ValueError: the ranks cannot split the model, a tap is outside it or cannot be taken, or a tensor is missing,
+            unknown or of another shape.
     """
+    check_parallel(spec, runtime.tp.size)
+    for tap in tap_layers:
+        if not 0 <= tap <= spec.num_layers:
+            raise ValueError(f"feature layer {tap} is outside a model of {spec.num_layers} layers")
     if not isinstance(spec, TransformersSpec):
-        return Decoder.load(path, spec, tp, device, dtype, tap_layers, kernels)
+        return Decoder(RankWeights(path, runtime), spec, tap_layers)
     from workers.models.transformers_model import TransformersDecoder  # imports transformers, which takes seconds
 
-    return TransformersDecoder.load(path, spec, tp, device, dtype, tap_layers, kernels, max_model_len)
+    return TransformersDecoder(RankWeights(path, runtime, has_float8=False), spec, tap_layers, max_model_len)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from workers.models.config_json import SUPPORTED_ARCHITECTURES, eos_ids, fp8_block, read_json
+from workers.models.config_json import SUPPORTED_ARCHITECTURES, eos_ids, fp8_block, read_config, read_json
 from workers.models.head_layers import block_kind, num_mtp_layers
 from workers.models.specs import ModelSpec
 
@@ -28,7 +28,7 @@ def read_spec(path: Path | str) -> ModelSpec:
         ModelSpec: a `TransformersSpec` for architectures other than SUPPORTED_ARCHITECTURES.
     """
     path = Path(path)
-    raw = read_raw(path)
+    raw = read_config(path)
     check_model(raw, path)
     family = _family(raw)
     if family is None:
@@ -72,13 +72,6 @@ def read_spec(path: Path | str) -> ModelSpec:
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
         eos_token_ids=eos_ids(raw, read_json(path / "generation_config.json")),
     )
-
-
-def read_raw(path: Path) -> dict[str, Any]:
-    """Read a config.json. Raises FileNotFoundError if there is none, and ValueError if it is not valid."""
-    if raw := read_json(path / "config.json"):
-        return raw
-    raise FileNotFoundError(f"no config.json in {path}")
 
 
 def check_model(raw: dict[str, Any], path: Path) -> None:

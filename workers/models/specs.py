@@ -106,46 +106,26 @@ class TransformersSpec(ModelSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Spec:
-    """An EAGLE-3 head. H = hidden_size, D = target_hidden_size."""
+    """An EAGLE-3 head. H = hidden width, D = target_hidden_size."""
 
-    num_layers: int  # the first reads embedding and feature, the others are plain decoder layers
-    hidden_size: int
+    layers: ModelSpec  # the first reads embedding and feature, the others are plain; the vocabulary is the target's
     target_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int  # the target's
     draft_vocab_size: int
-    rms_norm_eps: float
-    rope: RopeSpec
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool  # only set in speculators' format; elsewhere the tensors decide
-    windows: tuple[int | None, ...]  # per layer; None = full attention
     tap_layers: tuple[int, int, int]  # residual stream captured BEFORE these target layers, low, mid, high
     norm_before_residual: bool  # the residual is hidden_norm(g) instead of g
     input_norm: bool  # one RMSNorm over the 3 D features before fc
     fc_norm: bool  # one RMSNorm per D-wide feature before fc
     norm_output: bool  # the next level's feature is norm(out) instead of out
 
-    family: ClassVar[str] = "EAGLE-3"
-    can_split: ClassVar[bool] = True
-    expert_share: ClassVar[float] = 1.0
     max_depth: ClassVar[int | None] = None
     has_marginals: ClassVar[bool] = False
 
-    @property
-    def layers(self) -> Eagle3Spec:
-        """The head itself."""
-        return self
-
     def matrix_shapes(self) -> Shapes:
         """Return the matrices of its checkpoint, without an embedding, which may be the target's."""
-        head = {"lm_head.weight": (self.draft_vocab_size, self.hidden_size)}
-        fc = {"fc.weight": (self.hidden_size, len(self.tap_layers) * self.target_hidden_size)}
-        return fc | _layer_shapes(self, "layers", first_input=2 * self.hidden_size) | head
+        hidden = self.layers.hidden_size
+        shapes: Shapes = {"fc.weight": (hidden, len(self.tap_layers) * self.target_hidden_size)}
+        shapes |= _layer_shapes(self.layers, "layers", first_input=2 * hidden)
+        return shapes | {"lm_head.weight": (self.draft_vocab_size, hidden)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +218,7 @@ class Specs:
         return TypeAdapter(Specs).validate_json(text)
 
 
-def _layer_shapes(spec: ModelSpec | Eagle3Spec, prefix: str, first_input: int | None = None) -> Shapes:
+def _layer_shapes(spec: ModelSpec, prefix: str, first_input: int | None = None) -> Shapes:
     """Return the matrix shapes of decoder layers. first_input: input width of the first layer's attention."""
     heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     hidden, inner = spec.hidden_size, spec.intermediate_size

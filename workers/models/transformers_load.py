@@ -1,10 +1,5 @@
 """Loads a rank's share of a checkpoint into a transformers class: names, fused experts and the tensor-parallel plan.
 
-    skeleton(config, attention, dtype, max_model_len) -> model    parameters on the meta device, buffers on the CPU
-    Shares(spec, model, tp)                                       the rank's part of each parameter, and reductions
-        .shard(name, shape) -> TensorShard | None   .install_hooks(base)
-    fill(model, weights, shares, device, dtype, is_composite)     reads every parameter
-
 A tensor-parallel plan maps name patterns to styles. For parameters, "colwise" keeps output rows and "rowwise" input
 columns (only rank 0 adds its bias); "packed" does so in each half of a fused gate and up projection, for matrices and
 stacked experts. For modules, row-parallel layers and experts all-reduce their outputs; "gather_output" and
@@ -24,7 +19,7 @@ from torch import Tensor, nn
 
 from workers.models.checkpoint import FP8_SCALE, Weights, split
 from workers.models.decoder import has_own_head, is_legacy
-from workers.models.layers import SINGLE, HeadSplit, TensorParallel, shard_vocab
+from workers.models.layers import SINGLE, HeadSplit, RankWeights, TensorParallel, shard_vocab
 from workers.models.specs import TransformersSpec
 from workers.models.transformers_spec import build
 
@@ -181,10 +176,8 @@ class StoredParts(NamedTuple):
     is_stacked: bool
 
 
-def fill(
-    model: Any, weights: Weights, shares: Shares, device: torch.device, dtype: torch.dtype, *, is_composite: bool
-) -> None:
-    """Read every parameter and stored buffer of `model`, and move computed buffers to `device`.
+def fill(model: Any, weights: RankWeights, shares: Shares, *, is_composite: bool) -> None:
+    """Read every parameter and stored buffer of `model`, and move computed buffers to the weights' device.
 
     Args:
         model: a `skeleton`.
@@ -194,7 +187,7 @@ def fill(
         ValueError: a tensor is missing, unknown or has another shape.
     """
     sources, ignored = _sources(model, weights, is_composite=is_composite)
-    reader = _Reader(model, weights, sources, dtype)
+    reader = _Reader(model, weights, sources, weights.dtype)
     base_prefix = f"{model.base_model_prefix}."
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
@@ -216,7 +209,9 @@ def fill(
         for leaf, buffer in list(module.named_buffers(recurse=False)):
             name = f"{module_name}.{leaf}" if module_name else leaf
             is_stored = leaf not in module._non_persistent_buffers_set
-            module._buffers[leaf] = reader.read(name, tuple(buffer.shape), None) if is_stored else buffer.to(device)
+            module._buffers[leaf] = (
+                reader.read(name, tuple(buffer.shape), None) if is_stored else buffer.to(weights.device)
+            )
     if is_tied:
         start, end, _ = shard_vocab(embedding.weight.shape[0], shares.tp)
         head.weight = nn.Parameter(embedding.weight[start:end], requires_grad=False)

@@ -1,9 +1,5 @@
 """The transformers backend: every other architecture runs in transformers' own model class.
 
-    TransformersDecoder.load(source, spec, tp=SINGLE, device="cpu", dtype=float32, tap_layers=(), kernels=TORCH,
-                             max_model_len=None)
-        .plan  .new_kv_pool  .forward  .logits  .full_logits        see `workers.models.base`
-
 The class defines the model. We supply its attention (`transformers_attention`), this rank's share of the weights and
 the reductions between ranks (`transformers_load`). Its cache, generation, tensor parallelism and masks are not used.
 Logits come from its ForCausalLM.forward with our hidden states, which includes the model's scaling and capping of
@@ -17,7 +13,6 @@ Legend: N packed rows, D hidden width, V vocabulary, W = ceil(V / T) columns of 
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,12 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workers.kernels.select import TORCH, AttentionPlan, Kernels
+from workers.kernels.select import AttentionPlan
 from workers.kv_cache import KVPool
-from workers.models.base import BaseDecoder, check_load
-from workers.models.checkpoint import Weights
+from workers.models.base import BaseDecoder
 from workers.models.config_json import read_json
-from workers.models.layers import SINGLE, TensorParallel
+from workers.models.layers import RankWeights
 from workers.models.specs import TransformersSpec
 from workers.models.transformers_attention import AttentionStep, register
 from workers.models.transformers_load import Shares, fill, skeleton
@@ -41,20 +35,34 @@ logger = logging.getLogger(__name__)
 
 
 class TransformersDecoder(BaseDecoder):
-    """A decoder with transformers' layers. Construct it with `load`."""
+    """A decoder with transformers' layers.
+
+    max_model_len: None = the model's default. Selects the frequencies of a "longrope" model, see
+    `workers.models.transformers_spec.freeze_rope`. Raises ValueError if the model has no single residual stream to tap,
+    or a tensor is missing, unknown or of another shape.
+    """
 
     spec: TransformersSpec
 
+    @torch.inference_mode()
     def __init__(
         self,
-        *,
-        model: Any,
+        weights: RankWeights,
         spec: TransformersSpec,
-        shares: Shares,
-        tap_layers: tuple[int, ...],
-        kernels: Kernels,
+        tap_layers: tuple[int, ...] = (),
+        max_model_len: int | None = None,
     ) -> None:
-        super().__init__(spec, shares.tp, shares.heads, model.get_input_embeddings().weight, tap_layers, kernels)
+        if tap_layers and not spec.has_taps:
+            raise ValueError(f"{spec.class_name} has no single residual stream that a feature could be taken from")
+        length = max_model_len or spec.max_position_embeddings
+        model = skeleton(model_config(weights.path, spec.family), register(), weights.dtype, length)
+        shares = Shares(spec, model.base_model, weights.tp)
+        is_composite = "text_config" in read_json(weights.path / "config.json")
+        fill(model, weights, shares, is_composite=is_composite)
+        logger.info("%s runs in transformers' own class", spec.class_name)
+        if spec.family not in TESTED:
+            logger.warning("no test compares %s with transformers: check its output before you rely on it", spec.family)
+        super().__init__(weights, spec, shares.heads, tap_layers)
         self._base = model.base_model
         self._captured: dict[int, Tensor] = {}
         self._install_taps()
@@ -62,47 +70,8 @@ class TransformersDecoder(BaseDecoder):
         self._given_hidden = _GivenHidden()
         setattr(model, model.base_model_prefix, self._given_hidden)
         self._head = model
-
-    @staticmethod
-    @torch.inference_mode()
-    def load(
-        source: Path | str | Weights,
-        spec: TransformersSpec,
-        tp: TensorParallel = SINGLE,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        tap_layers: tuple[int, ...] = (),
-        kernels: Kernels = TORCH,
-        max_model_len: int | None = None,
-    ) -> TransformersDecoder:
-        """Read this rank's share of a checkpoint folder.
-
-        Args:
-            source: the folder, or Weights already opened with the same dtype and device.
-            tap_layers: capture the residual stream before these layers (0 .. L), for EAGLE-3.
-            max_model_len: None = the model's default. Selects the frequencies of a "longrope" model, see
-                `workers.models.transformers_spec.freeze_rope`.
-
-        Raises:
-            ValueError: tp.size does not fit, a tap is outside the model, the model has no single residual stream to
-                tap, or a tensor is missing, unknown or of another shape.
-        """
-        check_load(spec, tp, tap_layers)
-        if tap_layers and not spec.has_taps:
-            raise ValueError(f"{spec.class_name} has no single residual stream that a feature could be taken from")
-        weights = source if isinstance(source, Weights) else Weights(source, dtype, device)
-        length = max_model_len or spec.max_position_embeddings
-        model = skeleton(model_config(weights.path, spec.family), register(), dtype, length)
-        shares = Shares(spec, model.base_model, tp)
-        is_composite = "text_config" in read_json(weights.path / "config.json")
-        fill(model, weights, shares, weights.device, dtype, is_composite=is_composite)
-        logger.info("%s runs in transformers' own class", spec.class_name)
-        if spec.family not in TESTED:
-            logger.warning("no test compares %s with transformers: check its output before you rely on it", spec.family)
-        made = TransformersDecoder(model=model, spec=spec, shares=shares, tap_layers=tuple(tap_layers), kernels=kernels)
-        if made.device.type == "cuda" and not made.can_be_captured:
+        if self.device.type == "cuda" and not self.can_be_captured:
             logger.info("%s: no CUDA graphs, because a forward pass synchronizes with the host", spec.class_name)
-        return made
 
     @property
     def can_be_captured(self) -> bool:

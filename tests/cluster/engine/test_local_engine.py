@@ -321,7 +321,7 @@ def test_a_start_reads_each_model_and_the_tokenizer_once(monkeypatch: pytest.Mon
     for module, name in (
         (cluster.convert, "read_spec"),
         (workers.models.readers, "read_spec"),
-        (workers.models.eagle3_format, "read_eagle3_spec"),
+        (workers.models.eagle3_format, "read_config"),
         (cluster.convert, "Tokenizer"),
     ):
         monkeypatch.setattr(module, name, counting(getattr(module, name)))

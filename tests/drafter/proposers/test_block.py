@@ -24,9 +24,11 @@ from drafter.tree.policy import make_tree_policy
 from tests.support import checkpoints
 from tests.support.oracles import paths_of
 from workers.config import DraftConfig, EngineConfig, TreeConfig
-from workers.models.block_format import ContextFusion, read_block_spec
+from workers.models.block_format import read_block_spec
+from workers.models.config_json import read_config
 from workers.models.draft_methods import METHODS, read_draft_spec
-from workers.models.readers import check_model, read_raw, read_spec
+from workers.models.fusion import load_fusion
+from workers.models.readers import check_model, read_spec
 from workers.settings import SamplingSettings
 from workers.types import DraftRequest, SamplingBatch, TreeBatch
 
@@ -172,7 +174,7 @@ def test_a_head_equals_the_published_formulas(tmp_path: Path, target: Path, name
     generator = torch.Generator().manual_seed(3)
     tokens = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in (15, 11)]
     taps = [torch.randn(len(history) - 1, 128, generator=generator) for history in tokens]
-    fusion = ContextFusion.load(path, spec)
+    fusion = load_fusion(path, spec)
     features = [fusion(own) for own in taps]
     contexts = [plain.fuse(own) for own in taps]
     for own, expected in zip(features, contexts, strict=True):
@@ -228,7 +230,7 @@ def test_sampled_children_come_with_the_published_law_at_every_node(tmp_path: Pa
         offsets=torch.tensor([0, 4], dtype=torch.int32),
         token_M=torch.tensor(tokens[1:], dtype=torch.int32),
         page_table_BP=torch.tensor([[9, 2, 11]], dtype=torch.int32),
-        features_MH=ContextFusion.load(path, proposer._head.spec)(taps),
+        features_MH=load_fusion(path, proposer._head.spec)(taps),
         sampling=SamplingBatch.stack([SamplingSettings(temperature=4.0, seed=7)]),
     )
     is_leafy = proposer._head.spec.has_marginals
@@ -343,7 +345,7 @@ def test_a_head_that_does_not_fit_is_refused_by_name(
     path = checkpoints.write_block(tmp_path, **options)
     damage(path)
     with pytest.raises(ValueError, match=message):
-        ContextFusion.load(path, checkpoints.load_block(path, target).spec)
+        load_fusion(path, checkpoints.load_block(path, target).spec)
 
 
 def test_a_head_is_told_which_method_reads_it(tmp_path: Path, target: Path) -> None:
@@ -360,9 +362,9 @@ def test_a_head_is_told_which_method_reads_it(tmp_path: Path, target: Path) -> N
             check = METHODS[method].check
             assert check is not None
             with pytest.raises(ValueError, match=message):
-                check(read_raw(path), path)
+                check(read_config(path), path)
     with pytest.raises(ValueError, match='"method": "dspark"'):
-        check_model(read_raw(dspark), dspark)
+        check_model(read_config(dspark), dspark)
 
 
 def test_a_fixed_tree_is_no_deeper_than_the_block(tmp_path: Path, target: Path) -> None:

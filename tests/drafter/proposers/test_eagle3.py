@@ -15,7 +15,8 @@ from torch import Tensor
 
 from drafter.proposers.eagle3 import Eagle3Head
 from tests.support import checkpoints
-from workers.models.eagle3_format import FeatureFusion, default_tap_layers, read_eagle3_spec
+from workers.models.eagle3_format import default_tap_layers, read_eagle3_spec
+from workers.models.fusion import load_fusion
 from workers.models.readers import read_spec
 from workers.types import AttentionMetadata
 
@@ -146,7 +147,7 @@ def test_the_head_equals_a_straightforward_implementation(
     taps = torch.randn(n, 3 * 64, generator=generator)
     spec = read_eagle3_spec(path, read_spec(target))
     head = checkpoints.load_eagle3(path, target)
-    features = FeatureFusion.load(path, spec)(taps)
+    features = load_fusion(path, spec)(taps)
     torch.testing.assert_close(features, plain.fuse(taps), atol=TOLERANCE, rtol=0)
     embedding = plain.w.get("embed_tokens.weight", load_file(target / "model.safetensors")["model.embed_tokens.weight"])
 
@@ -259,7 +260,7 @@ def test_windows_are_those_of_the_layer_types(
     tmp_path: Path, target: Path, options: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
     path = checkpoints.write_eagle3(tmp_path, style="speculators", num_hidden_layers=2, **options)
-    assert read_eagle3_spec(path, read_spec(target)).windows == windows
+    assert read_eagle3_spec(path, read_spec(target)).layers.windows == windows
 
 
 @pytest.mark.parametrize(
@@ -331,10 +332,10 @@ def test_the_fusion_names_missing_and_unknown_tensors(tmp_path: Path, target: Pa
     spec = read_eagle3_spec(checkpoints.write_eagle3(tmp_path), read_spec(target))
     checkpoints.edit_weights(tmp_path, add={"input_norm.weight": torch.ones(192)})
     with pytest.raises(ValueError, match=r"unknown tensors: input_norm\.weight"):
-        FeatureFusion.load(tmp_path, spec)
+        load_fusion(tmp_path, spec)
     checkpoints.edit_weights(tmp_path, remove=("fc.weight", "input_norm.weight"))
     with pytest.raises(ValueError, match=r"'fc.weight' is missing"):
-        FeatureFusion.load(tmp_path, spec)
+        load_fusion(tmp_path, spec)
 
 
 @pytest.mark.parametrize("model_type", ["phi3", "qwen2", "qwen3"])
@@ -361,11 +362,11 @@ def test_biases_are_read_from_the_layers_configuration(tmp_path: Path, target: P
     flat = checkpoints.write_eagle3(tmp_path / "flat", style="safeailab")
     checkpoints.edit_config(flat, attention_bias=True, mlp_bias=True)
     for path in (nested, flat):
-        spec = read_eagle3_spec(path, read_spec(target))
+        spec = read_eagle3_spec(path, read_spec(target)).layers
         assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias) == (True, True, True)
     edit_layers(nested, attention_bias=False, mlp_bias=False)
     checkpoints.edit_config(nested, attention_bias=True, mlp_bias=True)  # beside the layers it says nothing of them
-    spec = read_eagle3_spec(nested, read_spec(target))
+    spec = read_eagle3_spec(nested, read_spec(target)).layers
     assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias) == (False, False, False)
 
 

@@ -24,6 +24,8 @@ from tests.support import checkpoints
 from workers.kernels.block_scaled import BlockScaled
 from workers.models.decoder import Decoder
 from workers.models.fc_head_format import read_eagle_spec, read_mtp_spec
+from workers.models.layers import RankWeights, Runtime
+from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.types import DraftRequest
 
@@ -247,7 +249,7 @@ def test_a_mimo_target_equals_its_qwen2_part(tmp_path: Path) -> None:
     spec = read_spec(mimo)
     assert (spec.family, spec.num_mtp_layers) == ("mimo", 1)
     head = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
-    both = [Decoder.load(path, read_spec(path)) for path in (plain, mimo)]
+    both = [Decoder(RankWeights(path), read_spec(path)) for path in (plain, mimo)]
     assert torch.equal(both[0].logits(head), both[1].logits(head))
     assert torch.equal(both[0]._layers[2].attention.qkv(head), both[1]._layers[2].attention.qkv(head))
 
@@ -256,7 +258,7 @@ def test_the_layer_of_an_mtp_head_stays_in_8_bits_and_its_fc_does_not(tmp_path: 
     fused = pytest.importorskip("workers.kernels.fused")
     path = checkpoints.add_mtp(checkpoints.write_model(tmp_path, "qwen3"), "qwen3")
     spec = read_mtp_spec(checkpoints.quantize_fp8(path, (32, 32)), read_spec(path))
-    head = FcHead.load(spec, path, path, dtype=torch.bfloat16, kernels=fused)
+    head = FcHead.load(spec, path, path, Runtime(dtype=torch.bfloat16, kernels=fused))
     [layer] = head._layers
     for linear in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down):
         assert isinstance(linear.weight, BlockScaled)
@@ -267,7 +269,7 @@ def test_prediction_layers_beyond_the_configuration_are_unknown_tensors(tmp_path
     path = checkpoints.add_mtp(checkpoints.write_model(tmp_path, "qwen3"), "qwen3")
     checkpoints.edit_config(path, mtp_num_hidden_layers=0)
     with pytest.raises(ValueError, match=r"unknown tensors: mtp\.fc\.weight"):
-        Decoder.load(path, read_spec(path))
+        load_decoder(path, read_spec(path))
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])

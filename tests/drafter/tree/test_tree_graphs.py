@@ -29,7 +29,8 @@ from workers.config import PruneConfig, TreeConfig, TreeRules
 from workers.kernels.interpreted import is_interpreted
 from workers.kernels.select import TORCH
 from workers.kv_cache import KVPool
-from workers.models.decoder import Decoder
+from workers.models.layers import Runtime
+from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.sampling.logits_state import LogitsState, TokenCounter, pack_logits_states
 from workers.settings import Constraints, Rule, SamplingSettings
@@ -115,7 +116,7 @@ def proposers(
 
     if method == "eagle3":
         heads = [
-            checkpoints.load_eagle3(head, BUNDLED / "target", device=device, kernels=kernels)
+            checkpoints.load_eagle3(head, BUNDLED / "target", Runtime(device=device, kernels=kernels))
             for kernels in (TORCH, fused)
         ]
         pools = [head.new_kv_pool(num_pages * PAGE) for head in heads]
@@ -123,7 +124,7 @@ def proposers(
         at_once.tree_graphs = head_tree_graphs(heads[1], pools[1], CONFIG, is_captured=is_captured)
     else:
         path, spec = BUNDLED / "draft", read_spec(BUNDLED / "draft")
-        models = [Decoder.load(path, spec, device=device, kernels=kernels) for kernels in (TORCH, fused)]
+        models = [load_decoder(path, spec, Runtime(device=device, kernels=kernels)) for kernels in (TORCH, fused)]
         pools = [model.new_kv_pool(num_pages * PAGE) for model in models]
         by_level, at_once = (DraftModelProposer(models[0], pool, PAGE) for pool in pools)
         at_once.tree_graphs = decoder_tree_graphs(models[1], pools[1], CONFIG, is_captured=is_captured)

@@ -19,7 +19,8 @@ from torch._dynamo.utils import counters
 from tests.support.attention_cases import CHAIN, RAGGED, Batch
 from tests.support.engines import BUNDLED
 from workers.kernels import pointwise, reference
-from workers.models.decoder import Decoder
+from workers.models.layers import Runtime
+from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.models.rope import Rope
 from workers.models.specs import RopeSpec
@@ -140,7 +141,7 @@ def test_compiled_chains_do_not_change_a_model() -> None:
     chains = {name: compiled_chain(name) for name in pointwise.__all__}
     plain = {name: getattr(reference, name) for name in reference.__all__}
     models = [
-        Decoder.load(BUNDLED / "target", spec, device=DEVICE, kernels=SimpleNamespace(**plain | more))  # type: ignore[arg-type]
+        load_decoder(BUNDLED / "target", spec, Runtime(device=DEVICE, kernels=SimpleNamespace(**plain | more)))  # type: ignore[arg-type]
         for more in ({}, chains)
     ]
     for step in (Batch([(20, CHAIN)], 16), Batch([(9, [-1])], 16), Batch([(5, RAGGED), (33, [-1])], 16)):

@@ -30,7 +30,7 @@ from tests.workers.models.test_model_parity import Chunk, PagedRun, oracle, orac
 from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.models.eagle3_format import default_tap_layers
 from workers.models.fc_head_format import read_mtp_spec
-from workers.models.layers import SINGLE, TensorParallel
+from workers.models.layers import SINGLE, Runtime, TensorParallel
 from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.models.specs import check_parallel
@@ -66,8 +66,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def load(path: Path, **options: Any) -> TransformersDecoder:
-    decoder = load_decoder(path, read_spec(path), **options)
+def load(path: Path, tp: TensorParallel = SINGLE, tap_layers: tuple[int, ...] = ()) -> TransformersDecoder:
+    decoder = load_decoder(path, read_spec(path), Runtime(tp=tp), tap_layers)
     assert isinstance(decoder, TransformersDecoder)
     return decoder
 

@@ -16,7 +16,7 @@ from workers.kernels.linear import Linear
 from workers.models import checkpoint
 from workers.models.checkpoint import Weights, split
 from workers.models.decoder import Decoder
-from workers.models.layers import TensorParallel
+from workers.models.layers import RankWeights, Runtime, TensorParallel
 from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 
@@ -69,7 +69,7 @@ def test_a_rank_loads_its_share_and_nothing_is_left_over(folders: tuple[Path, Pa
     """`finish` counts scales as read with their tensors: loading raises if one is left."""
     spec = read_spec(folders[0])
     for rank in range(2):
-        decoder = load_decoder(folders[0], spec, TensorParallel(rank, 2), dtype=torch.bfloat16)
+        decoder = load_decoder(folders[0], spec, Runtime(tp=TensorParallel(rank, 2), dtype=torch.bfloat16))
         assert decoder.dtype == torch.bfloat16
 
 
@@ -194,9 +194,9 @@ def test_a_decoder_in_8_bits_gives_the_tokens_of_the_dequantized_one(kept: Path)
     """With interpreted kernels; attention and norms are the same, so only sums in another order may differ."""
     fused = pytest.importorskip("workers.kernels.fused")
     spec, made = read_spec(kept), []
-    for source in (kept, weights_of(kept, keeps_float8=False)):
-        decoder = Decoder.load(source, spec, dtype=torch.bfloat16, kernels=fused)
-        made.append(decoder)
+    runtime = Runtime(dtype=torch.bfloat16, kernels=fused)
+    for has_float8 in (True, False):
+        made.append(Decoder(RankWeights(kept, runtime, has_float8=has_float8), spec))
     assert all(isinstance(linear.weight, BlockScaled) for linear in linears(made[0]))
     assert not any(isinstance(linear.weight, BlockScaled) for linear in linears(made[1]))
     tokens = [random_tokens(12), random_tokens(12)]
@@ -214,7 +214,9 @@ def test_a_rank_keeps_its_share_in_8_bits(kept: Path) -> None:
     """Rank 1 of two begins down_proj inside its fourth block; nothing else is cut there."""
     fused = pytest.importorskip("workers.kernels.fused")
     for rank in range(2):
-        decoder = Decoder.load(kept, read_spec(kept), TensorParallel(rank, 2), dtype=torch.bfloat16, kernels=fused)
+        decoder = load_decoder(
+            kept, read_spec(kept), Runtime(tp=TensorParallel(rank, 2), dtype=torch.bfloat16, kernels=fused)
+        )
         for index, linear in enumerate(linears(decoder)):
             assert isinstance(linear.weight, BlockScaled) == (rank == 0 or index % 4 != 3)
 
@@ -226,7 +228,7 @@ def test_it_is_told_whether_blocks_are_kept(
 ) -> None:
     chosen = pytest.importorskip(f"workers.kernels.{kernels}")
     with caplog.at_level("INFO"):
-        decoder = Decoder.load(kept, read_spec(kept), dtype=dtype, kernels=chosen)
+        decoder = load_decoder(kept, read_spec(kept), Runtime(dtype=dtype, kernels=chosen))
     is_kept = kernels == "fused" and dtype == torch.bfloat16
     assert isinstance(linears(decoder)[0].weight, BlockScaled) == is_kept
     assert ("FP8 blocks are kept in 8 bits" in caplog.text) == is_kept

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.support import checkpoints
 from workers.models import checkpoint
 from workers.models.checkpoint import Weights
+from workers.models.layers import RankWeights
 from workers.models.readers import read_spec
 from workers.models.specs import TransformersSpec
 from workers.models.transformers_model import TransformersDecoder
@@ -39,9 +40,9 @@ def test_stacked_experts_are_never_held_twice(tmp_path: Path) -> None:
         tmp_path, "qwen3_moe", num_hidden_layers=1, num_experts=16, num_experts_per_tok=2, moe_intermediate_size=512
     )
     experts = 4 * 16 * 3 * 512 * 64
-    spec, weights = read_spec(path), Weights(path, torch.float32)  # opened before: its mapped file is no memory
+    spec, weights = read_spec(path), RankWeights(path)  # opened before: its mapped file is no memory
     assert isinstance(spec, TransformersSpec)
-    assert experts < peak_bytes(lambda: TransformersDecoder.load(weights, spec)) < 1.2 * experts
+    assert experts < peak_bytes(lambda: TransformersDecoder(weights, spec)) < 1.2 * experts
 
 
 def test_float8_weights_are_dequantized_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,8 @@ from workers.kv_cache import KVPool, OutOfPages, PageAllocator
 from workers.models import checkpoint as checkpoint_module
 from workers.models.checkpoint import Weights
 from workers.models.decoder import Decoder
-from workers.models.layers import TensorParallel
+from workers.models.layers import Runtime, TensorParallel
+from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.models.specs import check_parallel
 from workers.types import AttentionMetadata, Hidden
@@ -154,8 +155,10 @@ def random_tree(rng: random.Random, num_nodes: int, start: int, vocab: int) -> T
     return Tree([rng.randrange(vocab) for _ in range(num_nodes)], parents, start)
 
 
-def load(path: Path, **options: object) -> Decoder:
-    return Decoder.load(path, read_spec(path), **options)
+def load(path: Path, dtype: torch.dtype = torch.float32, tap_layers: tuple[int, ...] = ()) -> Decoder:
+    decoder = load_decoder(path, read_spec(path), Runtime(dtype=dtype), tap_layers)
+    assert isinstance(decoder, Decoder)
+    return decoder
 
 
 def oracle(path: Path) -> Any:
@@ -387,7 +390,7 @@ def test_a_tied_model_that_stores_another_head_uses_that(
         decoder = load(path)
     assert "tie_word_embeddings, but stores a different lm_head.weight" in caplog.text
     assert_close(PagedRun(decoder).forward([Chunk(tokens, 0)])[0][0], oracle_logits(oracle(path), tokens))
-    shards = [Decoder.load(path, read_spec(path), TensorParallel(rank, 2)) for rank in range(2)]
+    shards = [load_decoder(path, read_spec(path), Runtime(tp=TensorParallel(rank, 2))) for rank in range(2)]
     assert torch.equal(torch.cat([shard.logits(head) for shard in shards], dim=1), decoder.logits(head))
 
 

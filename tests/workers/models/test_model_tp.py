@@ -16,9 +16,11 @@ from drafter.proposers.eagle import FcHead
 from tests.support import checkpoints
 from tests.support.forked import in_ranks
 from workers.models.decoder import Decoder
-from workers.models.eagle3_format import FeatureFusion, read_eagle3_spec
+from workers.models.eagle3_format import read_eagle3_spec
 from workers.models.fc_head_format import read_eagle_spec, read_mtp_spec
-from workers.models.layers import SINGLE, TensorParallel, shard_vocab
+from workers.models.fusion import load_fusion
+from workers.models.layers import SINGLE, RankWeights, Runtime, TensorParallel, shard_vocab
+from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.types import AttentionMetadata
 
@@ -62,7 +64,7 @@ def run_models(folder: Path, tp: TensorParallel) -> dict[str, Tensor]:
     metadata = packed()
     taps = torch.zeros(0)
     for name in MODELS:
-        decoder = Decoder.load(folder / name, read_spec(folder / name), tp, tap_layers=(0, 1, 2))
+        decoder = load_decoder(folder / name, read_spec(folder / name), Runtime(tp=tp), tap_layers=(0, 1, 2))
         kv = decoder.new_kv_pool(8 * PAGE)
         hidden = decoder.forward(tokens(), torch.from_numpy(metadata.slot_N), decoder.plan(metadata, PAGE), kv)
         results[name] = decoder.full_logits(hidden.final_ND)
@@ -73,11 +75,15 @@ def run_models(folder: Path, tp: TensorParallel) -> dict[str, Tensor]:
         results[f"{name} taps"] = taps = hidden.taps_N3D
     target, spec = folder / "qwen3", read_spec(folder / "qwen3")
     path = folder / "eagle3"
-    fused = FeatureFusion.load(path, read_eagle3_spec(path, spec))(taps)
+    fused = load_fusion(path, read_eagle3_spec(path, spec))(taps)
+    runtime, eagle = Runtime(tp=tp), folder / "eagle"
     heads: dict[str, tuple[FeatureHead, Tensor]] = {
-        "eagle3": (checkpoints.load_eagle3(path, target, tp), fused),
-        "eagle": (FcHead.load(read_eagle_spec(folder / "eagle", spec), folder / "eagle", target, tp), taps[:, :64]),
-        "mtp": (FcHead.load(read_mtp_spec(target, spec), target, target, tp), taps[:, :64]),
+        "eagle3": (checkpoints.load_eagle3(path, target, runtime), fused),
+        "eagle": (
+            FcHead.load(read_eagle_spec(eagle, spec), eagle, target, runtime),
+            taps[:, :64],
+        ),
+        "mtp": (FcHead.load(read_mtp_spec(target, spec), target, target, runtime), taps[:, :64]),
     }
     metadata = packed(first_slot=1)
     for name, (head, features) in heads.items():
@@ -125,7 +131,7 @@ def test_split_models_equal_the_whole(folder: Path, size: int) -> None:
 def test_ranks_hold_only_their_share(folder: Path) -> None:
     spec = read_spec(folder / "llama")
     for rank in range(4):
-        decoder = Decoder.load(folder / "llama", spec, TensorParallel(rank, 4))
+        decoder = Decoder(RankWeights(folder / "llama", Runtime(tp=TensorParallel(rank, 4))), spec)
         layer = decoder._layers[0]
         assert layer.attention.qkv.shape == ((8 // 4 + 2) * 8, 64)
         assert layer.attention.o.shape == (64, 16)
