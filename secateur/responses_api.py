@@ -6,7 +6,6 @@ A request is a chat in other words: `ResponsesRequest.messages` and `ResponsesRe
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -266,8 +265,31 @@ class ResponsesRequest(SamplingOptions):
         return self.input
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return the input as the messages of a chat. Its references must have been resolved."""
-        return messages_of(self.items())
+        """Return the input as the messages of a chat. Its references must have been resolved.
+
+        An answer with calls is one message, whatever their order.
+        """
+        messages: list[dict[str, Any]] = []
+        for item in self.items():
+            match item.type:
+                case "message":
+                    text, last = _text(item.content), messages[-1] if messages else {}
+                    if item.role == "assistant" and "tool_calls" in last:
+                        last["content"] = "\n".join(part for part in (last["content"], text) if part)
+                    else:
+                        messages.append({"role": item.role, "content": text})
+                case "function_call" | "custom_tool_call":
+                    arguments = item.arguments if item.type == "function_call" else json.dumps({"input": item.input})
+                    function = {"name": item.name, "arguments": arguments}
+                    if not messages or messages[-1]["role"] != "assistant":
+                        messages.append({"role": "assistant", "content": ""})
+                    calls = messages[-1].setdefault("tool_calls", [])
+                    calls.append({"id": item.call_id, "type": "function", "function": function})
+                case "function_call_output" | "custom_tool_call_output":
+                    messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+                case "item_reference":
+                    raise AssertionError(f"item {item.id!r} has not been looked up")
+        return messages
 
     def chat(self, history: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the body of the chat that answers this request after `history`."""
@@ -323,31 +345,6 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "prompt": (None, "prompt templates are not implemented; write instructions and input"),
     "truncation": ("disabled", "the input is never shortened"),
 }
-
-
-def messages_of(items: Iterable[InputItem]) -> list[dict[str, Any]]:
-    """Return items as the messages of a chat. An answer with calls is one message, whatever their order."""
-    messages: list[dict[str, Any]] = []
-    for item in items:
-        match item.type:
-            case "message":
-                text, last = _text(item.content), messages[-1] if messages else {}
-                if item.role == "assistant" and "tool_calls" in last:
-                    last["content"] = "\n".join(part for part in (last["content"], text) if part)
-                else:
-                    messages.append({"role": item.role, "content": text})
-            case "function_call" | "custom_tool_call":
-                arguments = item.arguments if item.type == "function_call" else json.dumps({"input": item.input})
-                call = {"id": item.call_id, "type": "function"}
-                call["function"] = {"name": item.name, "arguments": arguments}  # type: ignore[assignment]
-                if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", "content": ""})
-                messages[-1].setdefault("tool_calls", []).append(call)
-            case "function_call_output" | "custom_tool_call_output":
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-            case "item_reference":
-                raise AssertionError(f"item {item.id!r} has not been looked up")
-    return messages
 
 
 def _text(content: str | list[InputPart] | None) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 from os.path import commonprefix
-from typing import NamedTuple
 
 from cluster.text.tokenizer import REPLACEMENT_CHARACTER, Tokenizer
 
@@ -74,13 +73,6 @@ def _num_unfinished(text: str) -> int:
     return min(len(text) - len(text.rstrip(REPLACEMENT_CHARACTER)), _MAX_INCOMPLETE)
 
 
-class StopCheck(NamedTuple):
-    """The text that is safe to return, and the stop string that ended the answer, if one did."""
-
-    text: str
-    stop: str | None
-
-
 class StopStrings:
     """Ends a growing text at the first stop string to be completed, which is cut off unless `include` is set.
 
@@ -94,21 +86,21 @@ class StopStrings:
         self._include = include
         self._held = ""
 
-    def feed(self, text: str, *, may_stop: bool = True) -> StopCheck:
-        """Return the text that is safe to return; feed nothing more after a stop.
+    def feed(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """Return the text that is final, and the stop string that ended the answer, if one did. Feed nothing after it.
 
         Without `may_stop`, stop strings that this text completes are ignored.
         """
         if not self._stops:
-            return StopCheck(text, None)
+            return text, None
         num_old, text = len(self._held), self._held + text
         if may_stop and (found := self._first_complete(text, num_old)):
             end, stop = found
             self._held = ""
-            return StopCheck(text[: end if self._include else end - len(stop)], stop)
+            return text[: end if self._include else end - len(stop)], stop
         keep = self._num_held(text)
         self._held = text[len(text) - keep :]
-        return StopCheck(text[: len(text) - keep], None)
+        return text[: len(text) - keep], None
 
     def flush(self) -> str:
         """Return the text held back."""

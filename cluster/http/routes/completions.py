@@ -14,12 +14,11 @@ from fastapi.responses import Response
 from cluster.http.openapi import RESUMABLE, STREAM, WITH_BODY, errors
 from cluster.http.replies import ignored_header, json_reply
 from cluster.http.service import RequestHead, Service
-from cluster.openai.events import events_of, with_id
 from cluster.openai.openai_format import ChatFormat, CompletionFormat, ResponseFormat
 from cluster.openai.output_processor import Generation
 from cluster.openai.request_params import ineffective_settings
 from cluster.openai.resumption import EventIds, Origin, why_not_resumable
-from cluster.openai.streaming import EventStream, cancel_on_disconnect
+from cluster.openai.streaming import EventStream, cancel_on_disconnect, events_of, with_id
 from secateur.requests import ChatCompletionRequest, CompletionRequest
 from secateur.responses import SSE_DONE, ChatCompletionResponse, CompletionResponse
 
@@ -53,7 +52,7 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
 async def answer(
     service: Service, kind: str, body: CompletionRequest | ChatCompletionRequest, request: Request
 ) -> Response:
-    """Answer a request from its body on. kind: its endpoint, in event ids."""
+    """Return the whole response, or an event stream. kind: the endpoint, in event ids."""
     arrival = time.perf_counter()
     body = service.accept(body)
     with service.ticket(body) as ids:
@@ -66,27 +65,16 @@ async def answer(
             response_format = ChatFormat(body, service.model_id, service.tokenizer, new_reader)
         else:
             response_format = CompletionFormat(body, service.model_id, service.tokenizer)
-        return await generate(service, response_format, generations, head, request)
-
-
-async def generate(
-    service: Service,
-    response_format: ResponseFormat,
-    generations: Sequence[Generation],
-    head: RequestHead,
-    request: Request,
-) -> Response:
-    """Run all choices in the engine; return the whole response, or an event stream."""
-    body = response_format.body
-    unread = [*service.ignored(body), *ineffective_settings(body.speculative, service.limits)]
-    headers = ignored_header(request, unread)
-    ids = _event_ids(service, response_format, generations, head) if body.stream else None
-    if ids is not None and ids.is_over(has_totals=response_format.has_totals):
-        return Response(with_id(SSE_DONE, ids.last), media_type=EventStream.media_type, headers=headers)
-    deltas = service.deltas(generations, head, is_streamed=body.stream)
-    first = await service.admission.first(deltas, head.wait_s(body))  # errors before it get their own HTTP status
+        unread = [*service.ignored(body), *ineffective_settings(body.speculative, service.limits)]
+        headers = ignored_header(request, unread)
+        event_ids = _event_ids(service, response_format, generations, head) if body.stream else None
+        if event_ids is not None and event_ids.is_over(has_totals=response_format.has_totals):
+            return Response(with_id(SSE_DONE, event_ids.last), media_type=EventStream.media_type, headers=headers)
+        deltas = service.deltas(generations, head, is_streamed=body.stream)
+        # Errors before the first delta get their own HTTP status.
+        first = await service.admission.first(deltas, head.wait_s(body))
     if body.stream:
-        return EventStream(events_of(response_format, generations, first, deltas, ids), deltas, headers)
+        return EventStream(events_of(response_format, generations, first, deltas, event_ids), deltas, headers)
     async with aclosing(deltas):
         async for _ in deltas:
             pass

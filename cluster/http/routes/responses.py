@@ -82,7 +82,7 @@ def add_response_routes(app: FastAPI, service: Service) -> None:
                 async for _, delta in deltas:
                     builder.feed(delta)
             builder.end(generation)
-            stored = await asyncio.to_thread(finished) if body.has_logprobs else finished()  # as in `generate`
+            stored = await asyncio.to_thread(finished) if body.has_logprobs else finished()  # as of chats
             keep(stored)
             return Response(stored.response, media_type="application/json", headers=headers)
 

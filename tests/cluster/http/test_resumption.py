@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import BadRequest, HttpError
-from cluster.openai import events
+from cluster.openai import streaming
 from cluster.openai.output_processor import Generation
 from cluster.openai.request_params import SeedSource
 from cluster.openai.resumption import EventId, EventIds, Origin, Place, Replay, split
@@ -203,7 +203,7 @@ def test_an_id_outlives_its_service(own: Callable[..., FakeService], tokenizer: 
 
 def test_a_replay_keeps_the_connection_alive(own: Callable[..., FakeService], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that shows two seconds more whenever it is read."""
-    monkeypatch.setattr(events, "time", SimpleNamespace(monotonic=itertools.count(0.0, 2.0).__next__))
+    monkeypatch.setattr(streaming, "time", SimpleNamespace(monotonic=itertools.count(0.0, 2.0).__next__))
     body = {"prompt": "a", "max_tokens": 12, "stream": True, "ignore_eos": True}
     with own(script=lambda submit: [[5]] * 12).http() as http:
         whole = http.post(COMPLETIONS, json=body).text
