@@ -8,43 +8,13 @@ all-reduce between them are not part of any chain.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import ParamSpec, TypeVar
 
 import torch
 import torch._inductor.config
 
-from workers.kernels import pointwise
-from workers.kernels.fused import (
-    NAME,
-    block_scaled_linear,
-    copy_slots,
-    coupled_argmax,
-    gumbel,
-    keeps_float8,
-    plan,
-    top_k,
-    tree_attention,
-    truncation_threshold,
-)
-
-__all__ = [
-    "NAME",
-    "add_rms_norm",
-    "block_scaled_linear",
-    "copy_slots",
-    "coupled_argmax",
-    "gumbel",
-    "head_input",
-    "keeps_float8",
-    "plan",
-    "rms_norm",
-    "rotate_",
-    "rotation",
-    "silu_mul",
-    "top_k",
-    "tree_attention",
-    "truncation_threshold",
-]
+from workers.kernels import fused, pointwise
 
 # Each rank has a few small chains to compile, and would start a process per core for them.
 torch._inductor.config.compile_threads = 1
@@ -62,9 +32,5 @@ def compiled(chain: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     return torch.compile(chain, options={"emulate_precision_casts": True})
 
 
-rms_norm = compiled(pointwise.rms_norm)
-add_rms_norm = compiled(pointwise.add_rms_norm)
-head_input = compiled(pointwise.head_input)
-rotation = compiled(pointwise.rotation)
-silu_mul = compiled(pointwise.silu_mul)
-rotate_ = compiled(pointwise.rotate_)
+_CHAINS = {name: compiled(getattr(pointwise, name)) for name in pointwise.__all__}
+KERNELS = SimpleNamespace(**vars(fused) | _CHAINS)

@@ -1,10 +1,8 @@
 """The interface of a kernel set, and its selection at start-up: plain torch or Triton.
 
-    kernels_for(device, name="auto", enforce_eager=False) -> Kernels        TORCH
-
-A kernel set is a module with the functions below: `workers.kernels.reference` in torch, which runs everywhere,
-`workers.kernels.fused` in Triton, and `workers.kernels.compiled`, which is the Triton set with compiled pointwise
-chains. All have the same signatures and semantics.
+A kernel set has the functions below: `workers.kernels.reference` in torch, which runs everywhere,
+`workers.kernels.fused` in Triton, and that of `workers.kernels.compiled`, which is the Triton set with compiled
+pointwise chains. All have the same signatures and semantics.
 Legend: N packed rows, I intermediate or input width, O outputs, H heads, L layers, d head width, R rows of logits, V
 columns of them.
 """
@@ -13,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -208,4 +206,4 @@ def kernels_for(device: torch.device | str, name: KernelsName = "auto", enforce_
         return fused
     from workers.kernels import compiled
 
-    return compiled
+    return cast(Kernels, compiled.KERNELS)

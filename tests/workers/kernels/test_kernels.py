@@ -57,7 +57,7 @@ def test_cpu_runs_torch_unless_triton_is_interpreted(monkeypatch: pytest.MonkeyP
 
 def test_cuda_runs_triton_with_compiled_chains_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert kernels_for("cuda") is compiled and kernels_for("cuda", enforce_eager=True) is fused
+    assert kernels_for("cuda") is compiled.KERNELS and kernels_for("cuda", enforce_eager=True) is fused
 
 
 def test_missing_triton_is_an_error_and_not_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
