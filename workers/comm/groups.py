@@ -30,20 +30,14 @@ from workers.comm.channel import (
     link_between_devices,
     link_through_host,
 )
-from workers.comm.host_link import (
-    SPIN_BESIDE_GPU_S,
-    SPIN_S,
-    HostLink,
-    LinkOffer,
-    connect,
-    connect_through,
-    offer_through,
-)
+from workers.comm.host_link import SPIN_BESIDE_GPU_S, SPIN_S, HostLink, LinkOffer, connect
 from workers.config import EngineConfig
 from workers.models.layers import TensorParallel
 
 CONNECT_S = 60.0
 """How long the first exchange over NCCL may take once all ranks are there."""
+_LINK_KEY = "host_link"
+"""Where the store has the address of the host link."""
 _ADVICE = (
     "set NCCL_DEBUG=INFO to see why, NCCL_P2P_DISABLE=1 if GPUs cannot reach each other's memory, NCCL_SOCKET_IFNAME "
     "to the interface between nodes, or draft_link to host to do without NCCL between drafter and verifier"
@@ -255,8 +249,10 @@ def _host_link(config: EngineConfig, rank: int, store: dist.Store, host: str) ->
     """Open this rank's end of the host link. Verifier 0 listens at the store's address, which is its own."""
     timeout_s, spin_s = config.startup_timeout_s, _spin_s(config)
     if rank == 0:
-        return offer_through(store, host, timeout_s, timeout_s, spin_s=spin_s)
-    return connect_through(store, timeout_s, spin_s=spin_s)
+        offer = LinkOffer(host, timeout_s, timeout_s, spin_s=spin_s)
+        store.set(_LINK_KEY, offer.address)
+        return offer.wait()
+    return connect(store.get(_LINK_KEY).decode(), timeout_s, spin_s=spin_s)
 
 
 def _spin_s(config: EngineConfig) -> float:

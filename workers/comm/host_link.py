@@ -17,7 +17,6 @@ import threading
 import time
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Protocol
 
 from torch import Tensor
 
@@ -26,15 +25,6 @@ SPIN_S = 200e-6
 SPIN_BESIDE_GPU_S = 30e-3
 """The same where models run on GPUs: a step is short there, and the core would be idle."""
 _TOKEN_BYTES = 32
-_STORE_KEY = "host_link"
-
-
-class Store(Protocol):
-    """What the two ranks need of `torch.distributed.Store`. `get` waits until the key is set."""
-
-    def set(self, key: str, value: str, /) -> None: ...  # noqa: D102
-
-    def get(self, key: str, /) -> bytes: ...  # noqa: D102
 
 
 class HostLink:
@@ -158,20 +148,6 @@ class LinkOffer:
                     except OSError:
                         pass
                     connection.close()
-
-
-def offer_through(
-    store: Store, host: str, timeout_s: float, connect_timeout_s: float, *, spin_s: float = SPIN_S
-) -> HostLink:
-    """Offer a link through the store and wait for the peer. Verifier 0 calls it at start-up."""
-    offer = LinkOffer(host, timeout_s, connect_timeout_s, spin_s=spin_s)
-    store.set(_STORE_KEY, offer.address)
-    return offer.wait()
-
-
-def connect_through(store: Store, timeout_s: float, *, spin_s: float = SPIN_S) -> HostLink:
-    """Connect to the link that the store names. Drafter 0 calls it at start-up."""
-    return connect(store.get(_STORE_KEY).decode(), timeout_s, spin_s=spin_s)
 
 
 def connect(address: str, timeout_s: float, *, spin_s: float = SPIN_S) -> HostLink:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.support.fakes import in_processes
 from workers.comm.channel import DevicePart, PeerLost, faster_link, link_between_devices
 from workers.comm.groups import World
-from workers.comm.host_link import connect_through, offer_through
+from workers.comm.host_link import LinkOffer, connect
 from workers.comm.wire import Kind
 from workers.config import DraftConfig, EngineConfig, TreeRules
 from workers.settings import SamplingSettings
@@ -131,10 +131,11 @@ def exchange_between_devices(world: World) -> str:
     me, peer = world.role, world.config.role_of(1 - world.rank)
     store = dist.distributed_c10d._get_default_store()
     if world.rank == 0:
-        host = offer_through(store, "127.0.0.1", 20.0, 20.0)
+        offer = LinkOffer("127.0.0.1", 20.0, 20.0)
+        store.set("a link", offer.address)
+        host = offer.wait()
     else:
-        time.sleep(1)  # the key of the world's own link is overwritten
-        host = connect_through(store, 20.0)
+        host = connect(store.get("a link").decode(), 20.0)
     links = {
         part: link_between_devices(
             host, dist.group.WORLD, 1 - world.rank, me=me, peer=peer, device_part=part, where=torch.device("cpu")

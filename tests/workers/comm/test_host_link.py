@@ -6,30 +6,16 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 import torch
 
-from workers.comm.host_link import HostLink, LinkOffer, connect, connect_through, offer_through
+from workers.comm.host_link import HostLink, LinkOffer, connect
 
 SIZES = [1, 32, 4096, 200_001, 3_000_000, 7]
 """Around and far above what a socket buffers."""
-
-
-class FakeStore:
-    """A store in this process; `change` stands between what is set and what is read."""
-
-    def __init__(self, change: Callable[[dict], dict] = lambda address: address) -> None:
-        self._values: Future[bytes] = Future()
-        self._change = change
-
-    def set(self, key: str, value: str) -> None:
-        self._values.set_result(json.dumps(self._change(json.loads(value))).encode())
-
-    def get(self, key: str) -> bytes:
-        return self._values.result(10)
 
 
 Ends = tuple[HostLink, HostLink]
@@ -41,11 +27,11 @@ def opened() -> Iterator[ExitStack]:
         yield stack
 
 
-def connected(opened: ExitStack, store: FakeStore) -> Ends:
-    with ThreadPoolExecutor() as pool:
-        listening = pool.submit(offer_through, store, "127.0.0.1", 5.0, 5.0)
-        ends = connect_through(store, 5.0), listening.result(10)
-    return closed_later(opened, ends)
+def connected(opened: ExitStack, change: Callable[[dict], dict]) -> Ends:
+    """Connect to an offer whose address `change` changes on the way."""
+    offer = LinkOffer("127.0.0.1", 5.0, 5.0)
+    there = connect(json.dumps(change(json.loads(offer.address))), 5.0)
+    return closed_later(opened, (there, offer.wait()))
 
 
 def pair(opened: ExitStack, timeout_s: float = 5.0, spin_s: float = 0.0) -> Ends:
@@ -69,7 +55,7 @@ def of_another_node(address: dict) -> dict:
 
 @pytest.mark.parametrize("change", [lambda address: address, without_name, of_another_node])
 def test_bytes_arrive_in_order_in_both_directions(opened: ExitStack, change: Callable[[dict], dict]) -> None:
-    for source, target in (ends := connected(opened, FakeStore(change)), ends[::-1]):
+    for source, target in (ends := connected(opened, change), ends[::-1]):
         sent = [torch.randint(256, (size,), dtype=torch.uint8) for size in SIZES]
         with ThreadPoolExecutor() as pool:
             sending = pool.submit(lambda: [source.put(tensor) for tensor in sent])  # noqa: B023
@@ -84,20 +70,19 @@ def test_bytes_arrive_in_order_in_both_directions(opened: ExitStack, change: Cal
 def test_a_node_of_its_own_needs_tcp(
     opened: ExitStack, change: Callable[[dict], dict], family: socket.AddressFamily
 ) -> None:
-    assert {end._socket.family for end in connected(opened, FakeStore(change))} == {family}
+    assert {end._socket.family for end in connected(opened, change)} == {family}
 
 
 def test_nobody_without_the_token_becomes_the_peer(opened: ExitStack) -> None:
     """A stranger sends something else, and the listeners are closed as soon as the peer is there."""
-    store = FakeStore()
-    with ThreadPoolExecutor() as pool:
-        listening = pool.submit(offer_through, store, "127.0.0.1", 5.0, 5.0)
-        address = json.loads(store.get(""))
-        with socket.create_connection((address["host"], address["port"])) as stranger:
-            stranger.sendall(b"x" * len(address["token"]))
-            assert stranger.recv(1) == b""
-        end, other = closed_later(opened, (connect_through(store, 5.0), listening.result(10)))
-        other.put(torch.tensor([7], dtype=torch.uint8))
+    offer = LinkOffer("127.0.0.1", 5.0, 5.0)
+    address = json.loads(offer.address)
+    with socket.create_connection((address["host"], address["port"])) as stranger:
+        stranger.sendall(b"x" * len(address["token"]))
+        assert stranger.recv(1) == b""
+    there = connect(offer.address, 5.0)
+    end, other = closed_later(opened, (there, offer.wait()))
+    other.put(torch.tensor([7], dtype=torch.uint8))
     got = torch.zeros(1, dtype=torch.uint8)
     end.take(got)
     assert got.item() == 7
@@ -107,7 +92,7 @@ def test_nobody_without_the_token_becomes_the_peer(opened: ExitStack) -> None:
 
 def test_a_drafter_that_never_connects_is_an_error() -> None:
     with pytest.raises(TimeoutError, match=r"did not connect within 0\.1 s"):
-        offer_through(FakeStore(), "127.0.0.1", 5.0, 0.1)
+        LinkOffer("127.0.0.1", 5.0, 0.1).wait()
 
 
 def test_an_offer_is_open_until_a_peer_connects_or_it_is_withdrawn(opened: ExitStack) -> None:
