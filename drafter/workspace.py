@@ -44,7 +44,7 @@ def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
     tree, item, ranks = config.draft.tree, config.item_bytes, config.draft_ranks
     layers, V, method = spec.layers, spec.draft_vocab_size, method_of(config.draft)
     is_head = method.reads_features
-    shape = PassShape.of_head(layers, ranks) if is_head else PassShape.of_model(layers, ranks)
+    shape = PassShape.of(layers, ranks, is_head=is_head)
     H = layers.hidden_size * is_head  # of a feature
     own = sizes(config) if method.has_graphs and may_capture(config) else []
     most = max((size.rows for size in own), default=0)

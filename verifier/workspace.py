@@ -27,7 +27,7 @@ def target_workspace(config: EngineConfig, spec: ModelSpec, *, num_taps: int = 0
     eager      states that are not in their buffer yet, those of a message to the drafter with their features, a step's
                outputs, and the larger of a pass without a graph and of the logits
     """
-    item, shape = config.item_bytes, PassShape.of_model(spec, config.tensor_parallel_size, num_taps)
+    item, shape = config.item_bytes, PassShape.of(spec, config.tensor_parallel_size, num_taps)
     rows, outputs = max_step_rows(config), (1 + num_taps) * spec.hidden_size
     own = sizes(config) if may_capture(config) else []
     most = max((size.rows for size in own), default=0)

@@ -1,6 +1,6 @@
 """The memory that a rank needs beside weights, KV pages and hidden states, counted before any of it is allocated.
 
-    PassShape.of_model(spec, ranks, num_taps), .of_head(spec, ranks)      how wide one rank's rows are in a forward pass
+    PassShape.of(spec, ranks, num_taps)               how wide one rank's rows are in a forward pass
     pass_bytes(shape, config, num_rows)                                   the most that a pass holds at once
     graph_bytes(shape, config, sizes)                                     the buffers of its CUDA graphs
 
@@ -110,15 +110,24 @@ class PassShape:
     num_windows: int = 1
 
     @staticmethod
-    def of_model(spec: ModelSpec, ranks: int, num_taps: int = 0) -> PassShape:
-        """Return a model's shape, whose residual stream is captured `num_taps` times."""
-        return _shape(spec, ranks, kept=num_taps * spec.hidden_size, taps=num_taps)
+    def of(spec: ModelSpec, ranks: int, num_taps: int = 0, *, is_head: bool = False) -> PassShape:
+        """Return the shape of a model whose residual stream is captured `num_taps` times, or of a head's layers.
 
-    @staticmethod
-    def of_head(spec: ModelSpec, ranks: int) -> PassShape:
-        """Return the shape of a head that reads features: the features, both side by side, and their sum are kept."""
+        A head reads features: the features, both side by side, and their sum are kept.
+        """
         width = spec.hidden_size
-        return _shape(spec, ranks, kept=4 * width, first_input=2 * width)
+        return PassShape(
+            hidden=width,
+            inner=-(-spec.intermediate_size // ranks),
+            queries=spec.num_heads * spec.head_dim // ranks,
+            keys=-(-spec.num_kv_heads // ranks) * spec.head_dim,
+            head=spec.head_dim,
+            first_input=2 * width if is_head else width,
+            kept=(4 if is_head else num_taps) * width,
+            taps=num_taps,
+            has_qk_norm=spec.qk_norm,
+            num_windows=len(set(spec.windows)),
+        )
 
     def row_items(self, item_bytes: int, *, is_fp8_kv: bool = False) -> int:
         """Return the elements that a pass holds for each row, without attention's parts."""
@@ -141,21 +150,6 @@ class PassShape:
         weights = ((Q + 2 * self.keys, X), (D, Q), (2 * self.inner, D), (D, self.inner))
         splits = [(num_outputs, num_splits(num_outputs, num_inputs)) for num_outputs, num_inputs in weights]
         return max((num_outputs * count for num_outputs, count in splits if count > 1), default=0)
-
-
-def _shape(spec: ModelSpec, ranks: int, *, kept: int, first_input: int | None = None, taps: int = 0) -> PassShape:
-    return PassShape(
-        hidden=spec.hidden_size,
-        inner=-(-spec.intermediate_size // ranks),
-        queries=spec.num_heads * spec.head_dim // ranks,
-        keys=-(-spec.num_kv_heads // ranks) * spec.head_dim,
-        head=spec.head_dim,
-        first_input=first_input or spec.hidden_size,
-        kept=kept,
-        taps=taps,
-        has_qk_norm=spec.qk_norm,
-        num_windows=len(set(spec.windows)),
-    )
 
 
 def pass_bytes(shape: PassShape, config: EngineConfig, num_rows: int) -> int:

@@ -116,7 +116,7 @@ def test_plans_and_reports_count_what_is_kept(models: Path) -> None:
 
 def test_the_sums_of_splits_are_counted_beside_the_weights(models: Path) -> None:
     """Those of an 8B model: queries, keys and values are split in three, o_proj and down_proj in four."""
-    shape = PassShape.of_model(read_spec(models / "target"), 1)
+    shape = PassShape.of(read_spec(models / "target"), 1)
     assert shape.most_split_sums == 0
     wide = replace(shape, hidden=4096, inner=12288, queries=4096, keys=1024, first_input=4096)
     assert wide.most_split_sums == 3 * 6144 > 4 * 4096
