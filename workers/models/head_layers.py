@@ -55,16 +55,14 @@ def block_kind(raw: dict[str, Any]) -> Literal["dspark", "dflash"] | None:
 
 def check_eagle(raw: dict[str, Any], path: Path) -> None:
     """Raise ValueError if config.json describes a head of another kind, or one in a format that only those have."""
-    _check_not_block(raw, path)
-    _check_speculators(raw, path)
+    _check_eagle_kind(raw, path)
     if "draft_vocab_size" in raw or "speculators_model_type" in raw:
         raise ValueError(f"{path} is an EAGLE-3 head: write method 'eagle3'")
 
 
 def check_eagle3(raw: dict[str, Any], path: Path) -> None:
     """Raise ValueError if config.json does not describe an EAGLE-3 head."""
-    _check_not_block(raw, path)
-    _check_speculators(raw, path)
+    _check_eagle_kind(raw, path)
     if "draft_vocab_size" not in raw and not any("Eagle3" in name for name in raw.get("architectures") or []):
         raise ValueError(f"{path} is not an EAGLE-3 head: its config.json has no draft_vocab_size")
 
@@ -74,19 +72,16 @@ def num_mtp_layers(raw: dict[str, Any]) -> int:
     return next((raw[name] for name in MTP_FIELDS if raw.get(name)), 0)
 
 
-def _check_not_block(raw: dict[str, Any], path: Path) -> None:
+def _check_eagle_kind(raw: dict[str, Any], path: Path) -> None:
+    """Raise ValueError for a block head, and for one of speculators' format that is not an EAGLE-3 head."""
     if kind := block_kind(raw):
         raise ValueError(f"{path} is a head that drafts a block in one pass: write method {kind!r}")
-
-
-def _check_speculators(raw: dict[str, Any], path: Path) -> None:
-    """Raise ValueError for a head in the format of vLLM's speculators that is not an EAGLE-3 head."""
-    kind = raw.get("speculators_model_type", "eagle3")
-    if kind != "eagle3":
+    speculator = raw.get("speculators_model_type", "eagle3")
+    if speculator != "eagle3":
         raise ValueError(
-            f"{path} is a head of type {kind!r} in the format of speculators, of which 'eagle3', 'dspark' and 'dflash' "
-            "are supported; for EAGLE-1/2 use the checkpoint that it was converted from, in SafeAILab's layout, with "
-            "method 'eagle'"
+            f"{path} is a head of type {speculator!r} in the format of speculators, of which 'eagle3', 'dspark' and "
+            "'dflash' are supported; for EAGLE-1/2 use the checkpoint that it was converted from, in SafeAILab's "
+            "layout, with method 'eagle'"
         )
 
 
@@ -107,7 +102,6 @@ def head_layers(
     return ModelSpec(
         family=kind,
         num_layers=config.num_hidden_layers,
-        num_mtp_layers=0,
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -115,7 +109,6 @@ def head_layers(
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         rms_norm_eps=config.rms_norm_eps,
-        tie_embeddings=False,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=mlp_bias,

@@ -48,20 +48,20 @@ class ModelSpec:
 
     family: str  # llama, mistral, qwen2, qwen3, mimo; else transformers' model_type
     num_layers: int
-    num_mtp_layers: int  # multi-token prediction layers in the same checkpoint
+    num_mtp_layers: int = 0  # multi-token prediction layers in the same checkpoint
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
     vocab_size: int
-    rms_norm_eps: float
-    tie_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    rope: RopeSpec
+    rms_norm_eps: float = 0.0
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    rope: RopeSpec = RopeSpec(inv_freq=())
     windows: tuple[int | None, ...]  # per layer; None = full attention
     max_position_embeddings: int  # default of max_model_len
     max_scaled_positions: int  # upper limit of max_model_len, with rope scaling

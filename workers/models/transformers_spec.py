@@ -1,10 +1,5 @@
 """Checks whether the transformers backend supports a checkpoint of any other architecture.
 
-    read_transformers_spec(path, raw) -> TransformersSpec     raises ValueError for unsupported models
-    model_config(path) -> Any                                 the text model's transformers configuration
-    build(config, attention, dtype, max_model_len) -> model   its causal language model, with our attention function
-    parameter_shapes(path) -> {name: shape}                   of that model, without reading weights
-
 The model class is probed: built on the meta device (no memory, well under a second for most), it runs two tokens with
 an attention function and a mask function that only record their arguments: heads, widths, visible keys and options. So
 a window, chunked mask, softcap or attention sink is detected as the class uses it, independent of its configuration,
@@ -25,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from workers.models.config_json import SUPPORTED_ARCHITECTURES, eos_ids, read_json
 from workers.models.rope import reach
-from workers.models.specs import RopeSpec, TransformersSpec
+from workers.models.specs import TransformersSpec
 
 PARAMETER_STYLES = {
     "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
@@ -325,7 +320,6 @@ def _spec(config: Any, plan: dict[str, str], observed: _Observed, raw: dict[str,
     return TransformersSpec(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
-        num_mtp_layers=0,  # transformers ignores them, too
         hidden_size=config.hidden_size,
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,
@@ -334,11 +328,6 @@ def _spec(config: Any, plan: dict[str, str], observed: _Observed, raw: dict[str,
         vocab_size=config.vocab_size,
         rms_norm_eps=getattr(config, "rms_norm_eps", 0.0),
         tie_embeddings=observed.tie_embeddings,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        rope=RopeSpec(inv_freq=()),
         windows=tuple(call.window for call in observed.calls),
         max_position_embeddings=positions.default,
         max_scaled_positions=positions.most,
