@@ -1,13 +1,5 @@
 """CUDA graphs: a forward pass is captured once per bucket of sizes and replayed with one launch.
 
-    bucket(n) -> int                                    number of rows that a forward pass of n rows runs
-    sizes(config) -> list[Size]                         the buckets of an engine
-    Graphs(run, plan, example, buckets, table_width)    captures at start-up
-        (metadata, *inputs_N) -> tuple of outputs       [N, ...] each, valid until the next call
-    Recorder(device)                                    captures single graphs
-        .record(run) -> run                             over buffers of the caller
-        .release()                                      before the process groups are destroyed
-
 A step is padded to its bucket: its inputs are copied into static buffers, and its plan is filled in place
 (`Kernels.plan(into=...)`). The padding rows belong to an additional request whose only page is the null page, where
 they write and which is all they attend to. Rows of different requests never attend to each other, so padding does not

@@ -1,12 +1,5 @@
 """The paged KV cache: one rank's pool, and the page allocator of rank 0.
 
-    kv_dtype(config, kernels, device) -> torch.dtype
-    KVPool(num_layers, num_slots, kv_heads, head_dim, dtype, device)
-        .layer(i) -> [slots, 2, Hkv, d]   .write(i, kv_N2Hd, slots_N)
-        KVPool.bytes_per_slot(num_layers, kv_heads, head_dim, dtype) -> int
-    PageAllocator(num_pages)   .alloc(n) -> list[int]   .free(pages)   .num_free
-        .publish(page, key, is_drafted)   .find(keys, is_drafted) -> PrefixMatch   .share(pages)
-
 Legend: N packed rows, H = Hkv local key-value heads, d head width. A slot is one token's place in the pool; a page is
 page_size consecutive slots. Page 0 is the null page: never allocated, so padding may point to it.
 """

@@ -1,10 +1,6 @@
 """Copies between host and device with few synchronizations: after each one, the device idles until the next launch.
 
-    to_device(values, device) -> Tensor     without synchronizing
-    all_to_device(arrays, device)           the same, with one copy for all arrays
-    to_host(*tensors) -> list of arrays     with one copy and one synchronization for all tensors
-
-On CPU neither copies anything.
+On CPU nothing is copied.
 """
 
 from __future__ import annotations

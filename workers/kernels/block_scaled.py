@@ -1,9 +1,5 @@
 """Weights in 8 bits with a scale for each block, as FP8 checkpoints store them.
 
-    BlockScaled(values_OI, scale_BO, block, dtype)      .dequantized() -> Tensor [O, I]
-    stacked(parts) -> Tensor | BlockScaled              the parts' rows as one weight
-    block_scaled_linear(x_NI, weight, bias_O)           the kernel in plain torch
-
 Legend: N rows, O outputs, I inputs, B blocks of columns.
 """
 

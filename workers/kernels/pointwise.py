@@ -1,9 +1,5 @@
 """The pointwise chains between a decoder layer's matrix products, in plain torch.
 
-    rms_norm(x, weight, eps)                         add_rms_norm(x, delta, weight, eps) -> (sum, norm of the sum)
-    silu_mul(gate_up_N2I) -> [N, I]                  rotate_(qk_NHd, rotation, norm_Hd=None, eps=0.0)
-    rotation(positions_N, ...) -> Rotation           head_input(tokens_N, ...) -> (input [N, 2 D], normed feature)
-
 `workers.kernels.compiled` compiles them for CUDA, so they must not read values on the host or keep state.
 Legend: N packed rows, V vocabulary, D hidden width, I intermediate width, H heads (queries then keys), d head width.
 """

@@ -1,8 +1,5 @@
 """Tree attention over the paged KV cache in plain torch: the counterpart of `workers.kernels.triton_attention`.
 
-    plan(metadata, page_size, *, windows=(None,), group_size=1, first_slot=0, dtype, device) -> MaskedPlan
-    tree_attention(q_NHd, kv_slots, plan, scale, window=None, softcap=None, sink_H=None) -> [N, Hq * d]
-
 Legend: N packed rows, B requests of one group, R rows and S key slots of a request (padded to the group's widest),
 H = Hkv key-value heads, G = Hq / Hkv query heads per key-value head, d head width.
 

@@ -1,13 +1,5 @@
 """Reads a checkpoint's tensors slice by slice.
 
-    Weights(path, dtype=None, device="cpu", keeps_float8=False)
-        .matrix(name, dim=None, rank=0, size=1) -> Tensor or BlockScaled
-        .get(name, dim=None, rank=0, size=1) -> Tensor   .get_range(name, dim, start, end)   .has(name)   .names()
-        .are_equal(one, other, start, end)             compares rows of two matrices
-        .finish(allowed=...)                           raises ValueError for tensors that were not read
-    split(total, rank, size) -> (start, end)           a rank's range of a dimension
-    weight_names(path, present) -> list                files that contain the weights
-
 torch is only imported when a checkpoint is opened.
 """
 

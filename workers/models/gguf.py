@@ -1,8 +1,5 @@
 """GGUF files as checkpoints: a file is converted once into the layout that Hugging Face publishes.
 
-    describe(file, cache) -> Path           the folder of a file, with configuration and tokenizer; no weights yet
-    convert_weights(file, folder) -> None   the weights, unless they are there already
-
 The folder is then a checkpoint like any other. Quantised weights are dequantised: the model takes the memory of
 `dtype`, and what the quantisation lost stays lost. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """

@@ -1,9 +1,7 @@
 """Finds checkpoints by name: a local folder or an id of the Hugging Face hub.
 
-    resolve_path(name, revision=None) -> Path     its folder; of a hub id, with configuration and tokenizer
-    fetch_weights(name, folder) -> None           downloads the weights of a hub id
-
-Two steps, so that an unsupported model is rejected before gigabytes are downloaded.
+Configuration and tokenizer come first, the weights later, so that an unsupported model is rejected before gigabytes are
+downloaded.
 """
 
 from __future__ import annotations

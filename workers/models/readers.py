@@ -1,8 +1,5 @@
 """Reads model descriptions from config.json.
 
-    read_spec(path) -> ModelSpec           raises ValueError for unsupported models
-    check_model(raw, path) -> None         raises ValueError for draft heads and quantization, without slow imports
-
 torch and transformers are only imported when a configuration is read.
 """
 

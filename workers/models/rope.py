@@ -1,9 +1,5 @@
 """Rotary position embedding, from a configuration's rope fields to the cos and sin of one step.
 
-    reach(config) -> Reach                             limits of max_model_len
-    rope_spec(config) -> RopeSpec                      for every stateless variant of transformers
-    Rope(spec, dtype, device)(positions_N) -> Rotation  once per step, shared by all layers
-
 Legend: N packed rows, d head width. `workers.kernels.pointwise.rotate_` applies it.
 """
 

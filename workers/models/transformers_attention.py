@@ -1,8 +1,4 @@
-"""The attention function that transformers' classes call: tree attention over the paged KV cache.
-
-register() -> str                              the name of the attention implementation, for a configuration
-AttentionStep(plan, kv, kernels, windows)      its additional argument, the model's keyword `secateur_step`
-"""
+"""The attention function that transformers' classes call: tree attention over the paged KV cache."""
 
 from __future__ import annotations
 

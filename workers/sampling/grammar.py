@@ -1,10 +1,5 @@
 """Grammars of structured outputs: which tokens may follow a request's output, and any path of its tree.
 
-    grammar_text(kind, source) -> grammar         what a request asks for, in llguidance's notation
-    TokenTable(folder, vocab_size, ends)          the bytes of every token, read on first use
-    Grammars(table).masks(state, paths)           the tokens that may follow each path
-    Grammars(table).count_allowed(state, tokens)  how many of these tokens may follow the root
-
 A grammar is a JSON schema, a regular expression, a list of choices or a context-free grammar; llguidance parses and
 matches it. Each process compiles a request's grammar once and keeps its matcher between steps: a step consumes only the
 new tokens. End tokens may follow exactly where the text may end, and nothing else may follow a complete text.

@@ -1,8 +1,5 @@
 """The masks of grammars on rows of logits: planned on the host, one bit per token, and expanded on the logits' device.
 
-    grammar_masks(rows, columns, grammars) -> GrammarMasks | None       None if no row has a grammar
-    apply_masks(logits, masks)                                          in place
-
 A grammar comes before all other masks. Those of the same request (allowed ids, bad words, min_tokens) are applied
 within it, one after the other, and each only if a token remains. They are computed over the whole vocabulary, so all
 shards and a reduced draft vocabulary agree with the target.

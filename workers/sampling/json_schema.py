@@ -1,7 +1,5 @@
 """JSON schemas as llguidance must get them: numbers that it follows exactly, objects without unnamed properties.
 
-    prepared(schema, closes=True) -> schema
-
 **Numbers.** llguidance computes in doubles, reads fractions with one rounding too many (as serde_json does) and cuts
 integers to 64 bits. A number that it would change is an error that names the keyword. Bounds beyond 64 bits become the
 last that it can follow; of the numbers of 64 bits that leaves out at most 1,024 at an end.

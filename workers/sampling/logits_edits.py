@@ -1,9 +1,5 @@
 """Planning of logits edits: which entries of a batch of logits change, computed on the host and copied at once.
 
-    Columns, ConstrainedRow                                 the columns of the logits, and the rows to edit
-    plan_edits(rows, columns, device) -> LogitsEditPlan     the entries of each kind of edit
-    Vocabulary(columns)                                     maps tokens to columns, on the host
-
 A list of columns applies to several rows of a request, so it is computed once and expanded to rows on the device.
 `workers.sampling.logits_processors` defines the edits and their order.
 

@@ -1,12 +1,5 @@
 """The state of logits processors: a request's constraints and token counts at the root of its next tree.
 
-    TokenCounter(constraints, prompt)                   updated with every output token
-        .add(tokens)
-        .counts() -> TokenCounts
-    LogitsState                                         the constraints with these counts, at the root of a tree
-    pack_logits_states(logits_states) -> packed_U       serialization for messages
-    unpack_logits_states(packed_U) -> logits_states
-
 Instead of a request's text, only its `TokenCounts` travel to drafter and verifier in every step: 8 bytes per distinct
 token. A grammar travels with all of the output, 4 bytes per token, so that its matcher can be built again anywhere.
 `workers.sampling.logits_processors` applies them to logits.
