@@ -68,6 +68,7 @@ class ResponseFormat(ABC):
         options = body.stream_options
         self._has_running_usage = options is not None and options.usage_in_chunks
         self._has_usage_at_end = options is not None and options.usage_at_end
+        self._has_more = self._has_running_usage or body.return_token_ids or body.return_speculative_trees
         self._around: dict[tuple[int, str], list[str]] = {}  # by choice and kind of text: an event without its text
 
     @property
@@ -93,9 +94,7 @@ class ResponseFormat(ABC):
 
     def has_event(self, delta: TextDelta) -> bool:
         """Return whether a delta has an event even if it adds no text, as half a character does not."""
-        body = self.body
-        has_more = self._has_running_usage or body.return_token_ids or body.return_speculative_trees
-        return bool(delta.text or delta.finish_reason or has_more)
+        return bool(delta.text or delta.finish_reason or self._has_more)
 
     def _event(self, chunk: CompletionChunk | ChatCompletionChunk, generation: Generation, delta: TextDelta) -> str:
         if self._has_running_usage:
