@@ -115,6 +115,8 @@ class Engine:
         if self._front_gone is not None:
             raise self._front_gone
         self._take()
+        if self._front.is_behind:
+            return
         free_pages, find = self._allocator.num_free, self._prefix_cache.find
         step = schedule(self._waiting, self._running, free_pages, self._limits, find)
         self._stats.lacks_pages = step.lacks_pages
@@ -153,9 +155,9 @@ class Engine:
         self._drafter.stop(self._stats.steps)
 
     def _take(self) -> None:
-        """Read the front's messages. Without requests, wait for a message and send heartbeats."""
+        """Read the front's messages. Without requests, or room for their tokens, wait for one and send heartbeats."""
         self._drafter.accept_successor()
-        idle = not self._waiting and not self._running
+        idle = self._front.is_behind or not (self._waiting or self._running)
         for message in self._front.poll(HEARTBEAT_S if idle else 0.0):
             match message:
                 case Submit():

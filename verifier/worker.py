@@ -74,15 +74,13 @@ def run(
         target.heartbeat(0)
         if world.link is not None:
             world.link.heartbeat(0)
-        socket = ipc.FrameSocket(ipc.connect(front))
-        socket.send(
-            ipc.Ready(
-                topology=topology,
-                max_model_len=config.max_model_len,
-                vocab_size=specs.target.vocab_size,
-                num_pages=num_pages,
-            )
+        ready = ipc.Ready(
+            topology=topology,
+            max_model_len=config.max_model_len,
+            vocab_size=specs.target.vocab_size,
+            num_pages=num_pages,
         )
+        socket = ipc.FrontSockets(ipc.connect(front), ready)
         may_lose = config.draft is not None and config.draft.fallback
         offer_link = world.offer_link if may_lose else None
         engine = Engine(config, target, world.link, socket, num_pages, row_costs, offer_link)

@@ -13,12 +13,14 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from cluster.engine.neighbours import Neighbours
 from cluster.engine.rank_exits import EngineDead
 from workers.comm.ipc import (
+    MAX_FRONTS,
     Abort,
     DrafterLost,
     EngineStats,
@@ -46,10 +48,16 @@ SERVICE_WEIGHT = 1 / 16
 """Share of the last request in the average time that requests spend in the running batch."""
 MAX_REPLAYS = 2
 """How often a request is sent again without gaining a token before it fails. It may be what kills the engines."""
+MAX_UNREAD = 1 << 17
+"""Chunks that may wait for all readers together, some 100 MB. Each log probability counts as one more."""
 
 
 class DeadlyRequest(EngineDead):
     """Several engines have died with this request: it is not to be sent again."""
+
+
+class SlowReader(Exception):
+    """More waited for the reader of a request than for any other when there was too much."""
 
 
 class Health(NamedTuple):
@@ -59,30 +67,60 @@ class Health(NamedTuple):
     reason: str  # why not; if it does, what is amiss all the same, or nothing
 
 
-class _Inbox:
-    """Holds what came for one reader. It has no limit: the requests' prompts and max_tokens bound what is in it."""
+class _Inboxes:
+    """Those of all readers for whom chunks wait."""
 
     def __init__(self) -> None:
+        self.size = 0
+        self._inboxes: set[_Inbox] = set()
+
+    def added(self, inbox: _Inbox, size: int) -> None:
+        self.size += size
+        self._inboxes.add(inbox)
+
+    def emptied(self, inbox: _Inbox) -> None:
+        self.size -= inbox.size
+        self._inboxes.discard(inbox)
+
+    def largest(self) -> _Inbox:
+        return max(self._inboxes, key=lambda inbox: inbox.size)
+
+
+class _Inbox:
+    """Holds what came for one reader."""
+
+    def __init__(self, inboxes: _Inboxes) -> None:
+        self.size = 0
+        self._inboxes = inboxes
         self._chunks: list[TokenChunk] = []
-        self._death: EngineDead | None = None
+        self._death: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, chunk: TokenChunk) -> None:
+        scores = chunk.logprobs or chunk.prompt_logprobs
+        size = 1 + (sum(len(score.top) for score in scores) if scores else 0)
+        self.size += size
+        self._inboxes.added(self, size)
         self._chunks.append(chunk)
         self._wake()
 
-    def fail(self, death: EngineDead) -> None:
+    def fail(self, death: Exception) -> None:
         self._death = death
         self._wake()
 
     async def take(self) -> list[TokenChunk]:
-        """Wait for chunks and take all of them. Raises EngineDead when there are none, and none will come."""
+        """Wait for chunks and take all of them. Raises what it failed with when there are none, and none will come."""
         if not self._chunks and self._death is None:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        taken, self._chunks = self._chunks, []
+        taken = self.clear()
         if not taken and self._death is not None:
             raise self._death
+        return taken
+
+    def clear(self) -> list[TokenChunk]:
+        self._inboxes.emptied(self)
+        taken, self._chunks, self.size = self._chunks, [], 0
         return taken
 
     def _wake(self) -> None:
@@ -123,10 +161,10 @@ class EngineClient:
 
     on_loss: called with the reason when the connection breaks and nobody has reported the engine's death within
     `cause_wait_s`; by default the engine is dead then. To replace a lost engine, call `interrupt`, and `listen` and
-    `wait_ready` again for the next one.
+    `wait_ready` again for the next one. neighbours: the engine's other fronts, if there are any.
     """
 
-    def __init__(self, *, cause_wait_s: float = CAUSE_WAIT_S) -> None:
+    def __init__(self, *, cause_wait_s: float = CAUSE_WAIT_S, neighbours: Neighbours | None = None) -> None:
         self.address = ""
         self.ready: Ready | None = None
         self.stats = EngineStats()
@@ -136,9 +174,11 @@ class EngineClient:
         self.on_drafter_lost: Callable[[DrafterLost], None] = lambda _: None
         self.drafter_lost: DrafterLost | None = None  # while the engine is without its drafter
         self._cause_wait_s = cause_wait_s
-        self._ids = itertools.count(1)
+        self._neighbours = neighbours
+        self._ids = itertools.count(1) if neighbours is None else itertools.count(neighbours.number, MAX_FRONTS)
         self._pending: dict[int, _Pending] = {}
         self._reserved: set[int] = set()  # admitted, not submitted yet
+        self._inboxes = _Inboxes()
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._start: asyncio.Event = asyncio.Event()  # the engine is ready, or it has died while it started
@@ -194,19 +234,30 @@ class EngineClient:
         """
         ids = [self.new_id() for _ in range(num)]
         self._reserved.update(ids)
+        if self._neighbours is not None:
+            for id in ids:
+                self._neighbours.put(id)
         try:
             yield ids
         finally:
-            self._reserved.difference_update(ids)
+            for id in self._reserved.intersection(ids):
+                self._reserved.discard(id)
+                if self._neighbours is not None:
+                    self._neighbours.drop(id)
+
+    def admitting(self) -> AbstractContextManager[None]:
+        """Keep other fronts of the engine from admitting requests meanwhile."""
+        return nullcontext() if self._neighbours is None else self._neighbours.admitting()
 
     @property
     def num_pending(self) -> int:
-        """The number of requests reserved or submitted, and not finished."""
-        return len(self._pending) + len(self._reserved)
+        """The number of requests reserved or submitted, and not finished, of all fronts."""
+        return len(self._pending) + len(self._reserved) + (self._neighbours.num_before() if self._neighbours else 0)
 
     def num_before(self, priority: int) -> int:
         """Return how many of them are served before a new request of this priority; reserved ones all count."""
-        return len(self._reserved) + sum(own.submit.priority <= priority for own in self._pending.values())
+        own = len(self._reserved) + sum(own.submit.priority <= priority for own in self._pending.values())
+        return own + (self._neighbours.num_before(priority) if self._neighbours else 0)
 
     @property
     def dead(self) -> str | None:
@@ -230,13 +281,15 @@ class EngineClient:
         """
         running = {request.id for request in requests}
         ids = tuple(running)
-        self._reserved.difference_update(ids)
         if self._death is not None or (self._writer is None and self._interruption is None):
             raise EngineDead(self._death or "the engine is not connected yet")
-        inbox = _Inbox()
+        inbox = _Inbox(self._inboxes)
         try:
             for request in requests:
+                self._reserved.discard(request.id)
                 pending = self._pending[request.id] = _Pending(submit=request, inbox=inbox, running=running)
+                if self._neighbours is not None:
+                    self._neighbours.put(request.id, request.priority)
                 if self._interruption is None:
                     self._send(pending.next_submit())
             while running:
@@ -244,14 +297,21 @@ class EngineClient:
                 running.difference_update(chunk.id for chunk in chunks if chunk.finish_reason is not None)
                 yield chunks
         finally:
+            inbox.clear()
             for id in ids:
                 self.abort(id)
 
     def abort(self, id: int) -> None:
         """End a request that is not finished. Call it while `arrivals` yields; what has come is still yielded."""
-        if (pending := self._pending.pop(id, None)) is not None:
+        if (pending := self._forget(id)) is not None:
             pending.running.discard(id)
             self._send(Abort(id=id))
+
+    def _forget(self, id: int) -> _Pending | None:
+        """Stop counting a request as pending; return what was submitted of it."""
+        if self._neighbours is not None:
+            self._neighbours.drop(id)
+        return self._pending.pop(id, None)
 
     def health(self) -> Health:
         """Say whether there is an engine. `HangMonitor` notices one that hangs."""
@@ -277,7 +337,7 @@ class EngineClient:
         self._disconnect()
         for id, pending in list(self._pending.items()):
             if pending.num_sent > MAX_REPLAYS:
-                del self._pending[id]
+                self._forget(id)
                 pending.inbox.fail(DeadlyRequest(f"{pending.num_sent} engines have died with this request: {reason}"))
         self._start.set()
 
@@ -302,9 +362,9 @@ class EngineClient:
         self._death = reason
         if self._loss is not None:
             self._loss.cancel()
-        for pending in self._pending.values():
+        for id, pending in list(self._pending.items()):
             pending.inbox.fail(EngineDead(reason))
-        self._pending.clear()
+            self._forget(id)
         self._start.set()
 
     def _disconnect(self) -> None:
@@ -354,8 +414,10 @@ class EngineClient:
                     if (pending := self._pending.get(chunk.id)) is not None:
                         pending.take(chunk)
                         if chunk.finish_reason is not None:  # finished, although its reader may not have read it yet
-                            del self._pending[chunk.id]
+                            self._forget(chunk.id)
                             self._note_service(pending, chunk)
+                while self._inboxes.size > MAX_UNREAD:
+                    self._drop(self._inboxes.largest())
             case DrafterLost():
                 self.stats.has_drafter = False  # the step's own statistics follow
                 self.drafter_lost = message
@@ -367,6 +429,13 @@ class EngineClient:
                 self._start.set()
             case _:
                 raise ValueError(f"the engine sent {type(message).__name__}, which only the service may send")
+
+    def _drop(self, inbox: _Inbox) -> None:
+        """End what one reader does not read."""
+        inbox.fail(SlowReader("the stream was read too slowly, and too much waited for its reader"))
+        inbox.clear()
+        for id in [id for id, own in self._pending.items() if own.inbox is inbox]:
+            self.abort(id)
 
     def _note_service(self, pending: _Pending, last: TokenChunk) -> None:
         if last.finish_reason == "error":

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 from cluster.engine.engine_client import EngineClient
@@ -62,8 +62,10 @@ class Admission:
 
         Yields the ids of its Submits.
         """
-        self.admit(num_prompts, choices_each, priority=priority, wait_s=wait_s)
-        with self._engine.places(num_prompts * choices_each) as ids:
+        with ExitStack() as held:
+            with self._engine.admitting():
+                self.admit(num_prompts, choices_each, priority=priority, wait_s=wait_s)
+                ids = held.enter_context(self._engine.places(num_prompts * choices_each))
             yield ids
 
     def admit(self, num_prompts: int, choices_each: int = 1, *, priority: int = 0, wait_s: float | None = None) -> None:

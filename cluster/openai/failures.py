@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from cluster.engine.engine_client import DeadlyRequest
+from cluster.engine.engine_client import DeadlyRequest, SlowReader
 from cluster.engine.rank_exits import EngineDead
 from cluster.errors import HttpError, too_many_requests, unavailable
 from cluster.openai.deltas import GenerationFailed
@@ -28,6 +28,9 @@ def to_http_error(error: Exception) -> HttpError:
             return HttpError(500, ErrorResponse.of(message, type="server_error", code="engine_error"))
         case EngineDead():
             return unavailable(f"the engine is not available: {_first_line(error)}")
+        case SlowReader():
+            message = f"{error}; read faster, or ask for fewer tokens"
+            return HttpError(408, ErrorResponse.of(message, type="timeout_error", code="read_too_slowly"))
         case _:
             logger.error("a request failed", exc_info=error)
             return HttpError(500, ErrorResponse.of("internal error; see the server's log", type="server_error"))

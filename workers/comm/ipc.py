@@ -2,8 +2,8 @@
 
 The front sends `Submit` and `Abort`. The engine sends a `StepOutput` for every step that produced output, and a
 `DrafterLost` if it loses its drafter. On two cores, a frame takes 0.2 ms from write to read, where a Ray streaming
-method takes 1.1 ms. `FrameSocket` is the engine's end, which never blocks the step loop. The asyncio end needs only
-`encode` and `FrameDecoder`.
+method takes 1.1 ms. `FrameSocket` is the engine's end, which never blocks the step loop, and `FrontSockets` that of an
+engine with several fronts. The asyncio end needs only `encode` and `FrameDecoder`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import os
 import select
 import socket
 import struct
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from operator import add, attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 
@@ -24,6 +27,15 @@ from workers.settings import Constraints, SamplingSettings
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20
+MAX_UNREAD_BYTES = 4 << 20
+"""An engine takes no step while its first front has left more than this unread. Another front may leave a frame's
+largest size unread; then it is lost."""
+MAX_FRONTS = 64
+"""A front with the number k has the request ids k, k + MAX_FRONTS and so on. 0 is the first, or only one."""
+QUIET_S = 1.0
+"""How often a front without chunks gets the engine's statistics."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +142,14 @@ class Abort:
     """Stop a request. Unknown ids are ignored, because the request may just have finished."""
 
     id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connect:
+    """Another front listens at `address`. The first front says so again and again; one that is connected stays so."""
+
+    number: int  # 1 .. MAX_FRONTS - 1
+    address: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,8 +261,8 @@ class DrafterLost:
     link: str  # holds a secret
 
 
-Message = Submit | Abort | StepOutput | Ready | DrafterLost
-_KINDS: dict[str, type] = {kind.__name__: kind for kind in (Submit, Abort, StepOutput, Ready, DrafterLost)}
+Message = Submit | Abort | Connect | StepOutput | Ready | DrafterLost
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in (Submit, Abort, Connect, StepOutput, Ready, DrafterLost)}
 
 
 def encode(message: Message) -> bytes:
@@ -345,20 +365,29 @@ class FrameSocket:
         self._decoder = FrameDecoder()
         self._unsent = bytearray()
 
+    @property
+    def is_behind(self) -> bool:
+        """Return whether the front has left so much unread that it is to read before there is more."""
+        return len(self._unsent) > MAX_UNREAD_BYTES
+
     def send(self, message: Message) -> None:
-        """Send a message. Raises FrontGone if the front has closed the socket or stopped reading."""
+        """Send a message. Raises FrontGone if the front has closed the socket."""
         self._unsent += encode(message)
         self._flush()
-        if len(self._unsent) > MAX_FRAME_BYTES:
-            raise FrontGone(f"the service front has left {len(self._unsent)} bytes unread")
 
     def poll(self, timeout: float = 0.0) -> list[Message]:
         """Return the received messages, waiting up to `timeout` seconds for the first. Raises FrontGone at EOF."""
-        readable, writable, _ = select.select([self._sock], [self._sock] if self._unsent else [], [], timeout)
-        if writable:
-            self._flush()
-        if not readable:
-            return []
+        return self._receive() if self in _ready([self], timeout) else []
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._sock.close()
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, for `select`."""
+        return self._sock.fileno()
+
+    def _receive(self) -> list[Message]:
         try:
             data = self._sock.recv(1 << 20)
         except BlockingIOError:
@@ -369,10 +398,6 @@ class FrameSocket:
             raise FrontGone("the service front closed the engine's socket")
         return self._decoder.feed(data)
 
-    def close(self) -> None:
-        """Close the socket."""
-        self._sock.close()
-
     def _flush(self) -> None:
         try:
             sent = self._sock.send(self._unsent)
@@ -381,6 +406,103 @@ class FrameSocket:
         except OSError as error:
             raise FrontGone(str(error)) from error
         del self._unsent[:sent]
+
+
+def _ready(sockets: Sequence[FrameSocket], timeout: float) -> list[FrameSocket]:
+    """Return those that have something to read, waiting for that; flush those that can be written."""
+    readable, writable, _ = select.select(sockets, [own for own in sockets if own._unsent], [], timeout)
+    for own in writable:
+        own._flush()
+    return readable
+
+
+class FrontSockets(FrameSocket):
+    """The engine's end where its front may name others with `Connect`. Each has the chunks of its own requests.
+
+    Another front that goes, or leaves too much unread, loses its connection, which aborts its requests; it may be named
+    again. All have the engine's messages. ready: what they are told first.
+    """
+
+    def __init__(self, sock: socket.socket, ready: Ready) -> None:
+        super().__init__(sock)
+        self._ready = ready
+        self._others: dict[int, FrameSocket] = {}  # by number
+        self._ids: defaultdict[int, set[int]] = defaultdict(set)  # their requests that run
+        self._told_s: defaultdict[int, float] = defaultdict(float)
+        self._lost: list[Message] = []  # aborts of requests whose front has gone
+        super().send(ready)
+
+    def send(self, message: Message) -> None:
+        """Send each front its part of a message. Raises FrontGone if the first front has closed its socket."""
+        if not isinstance(message, StepOutput) or not self._others:
+            for number in list(self._others):
+                self._attempt(number, partial(FrameSocket.send, message=message))
+            super().send(message)
+            return
+        parts: defaultdict[int, list[TokenChunk]] = defaultdict(list)
+        for chunk in message.chunks:
+            number = chunk.id % MAX_FRONTS
+            if not number or chunk.id in self._ids[number]:  # not of a front that has gone
+                parts[number].append(chunk)
+            if chunk.finish_reason is not None:
+                self._ids[number].discard(chunk.id)
+        now = time.monotonic()
+        for number in (*self._others, 0):
+            if number in parts or now - self._told_s[number] >= QUIET_S:
+                self._told_s[number], part = now, replace(message, chunks=parts[number])
+                if number:
+                    self._attempt(number, partial(FrameSocket.send, message=part))
+                else:
+                    super().send(part)
+
+    def poll(self, timeout: float = 0.0) -> list[Message]:
+        """Return the messages of all fronts; see `FrameSocket.poll`. Raises FrontGone if the first has gone."""
+        fronts: list[FrameSocket] = [self, *self._others.values()]
+        try:
+            readable = _ready(fronts, 0.0 if self._lost else timeout)
+        except FrontGone:  # which of them?
+            readable = fronts
+        messages: list[Message] = []
+        for number, other in list(self._others.items()):
+            for message in (other in readable and self._attempt(number, FrameSocket._receive)) or ():
+                if isinstance(message, Submit):
+                    self._ids[number].add(message.id)
+                elif isinstance(message, Abort):
+                    self._ids[number].discard(message.id)
+                messages.append(message)
+        for message in self._receive() if self in readable else ():
+            if isinstance(message, Connect):
+                self._connect(message)
+            else:
+                messages.append(message)
+        lost, self._lost = self._lost, []
+        return messages + lost
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for other in self._others.values():
+            other.close()
+        super().close()
+
+    def _connect(self, told: Connect) -> None:
+        if told.number not in self._others:
+            with suppress(OSError):  # it does not listen yet
+                self._others[told.number] = FrameSocket(connect(told.address))
+                self._attempt(told.number, partial(FrameSocket.send, message=self._ready))
+
+    def _attempt(self, number: int, act: Callable[[FrameSocket], T]) -> T | None:
+        """Do something with another front's socket; forget the front if it has gone or does not read."""
+        other = self._others[number]
+        try:
+            done = act(other)
+            if len(other._unsent) <= MAX_FRAME_BYTES:
+                return done
+        except (FrontGone, ValueError):
+            pass
+        other.close()
+        del self._others[number]
+        self._lost += [Abort(id=id) for id in self._ids.pop(number, ())]
+        return None
 
 
 def connect(address: str) -> socket.socket:
