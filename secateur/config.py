@@ -213,6 +213,7 @@ ELSEWHERE = {
     "tokenizer": "model_loading_config.tokenizer_source",
     "host": "http_options.host of the Serve config",
     "port": "http_options.port of the Serve config",
+    "api_server_count": "deployment_config.num_replicas",
     "shutdown_timeout": "deployment_config.graceful_shutdown_timeout_s",
     "ssl_certfile": "http_options.ssl_certfile of the Serve config",
     "ssl_keyfile": "http_options.ssl_keyfile of the Serve config",

@@ -249,6 +249,16 @@ class EngineSettings(Settings):
     ] = None
     host: Annotated[str, Flag("Address to listen on", SERVING)] = "127.0.0.1"
     port: Annotated[int, Bounds(ge=0, le=65535), Flag("Port to listen on; 0 takes a free one", SERVING)] = 8000
+    api_server_count: Annotated[
+        Annotated[int, Bounds(ge=1, le=63)] | None,
+        Flag(
+            "Serve without Ray, with this many processes that speak HTTP before one engine on this machine",
+            SERVING,
+            short="-asc",
+            default="one, on Ray",
+        ),
+    ] = None
+    """They are one service: limits, metrics and stored responses are those of all together."""
     shutdown_timeout: Annotated[
         float,
         Bounds(ge=0.0, le=86400.0),

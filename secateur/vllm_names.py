@@ -48,7 +48,6 @@ SHORT_NAMES = {
     "-dcp": "decode-context-parallel-size",
     "-pcp": "prefill-context-parallel-size",
     "-ep": "enable-expert-parallel",
-    "-asc": "api-server-count",
     "-cc": "compilation-config",
     "-ac": "attention-config",
     "-q": "quantization",

@@ -22,6 +22,7 @@ from cluster.engine.rank_exits import EngineDead
 from workers.comm.ipc import (
     MAX_FRONTS,
     Abort,
+    Connect,
     DrafterLost,
     EngineStats,
     FrameDecoder,
@@ -300,6 +301,10 @@ class EngineClient:
             inbox.clear()
             for id in ids:
                 self.abort(id)
+
+    def name_front(self, number: int, address: str) -> None:
+        """Tell the engine, if there is one, where another front listens. Do so again and again; see `Connect`."""
+        self._send(Connect(number=number, address=address))
 
     def abort(self, id: int) -> None:
         """End a request that is not finished. Call it while `arrivals` yields; what has come is still yielded."""

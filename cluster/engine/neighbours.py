@@ -14,16 +14,21 @@ RESERVED = -math.inf
 class Neighbours:
     """Tells other fronts of this one's requests, and counts theirs.
 
-    number: of this front, 1 .. num_fronts. capacity: the most requests that all fronts together may have. A front that
-    dies keeps its places until another one has its number.
+    capacity: the most requests that all fronts together may have. A front that dies keeps its places until another one
+    has its number.
     """
 
-    def __init__(self, shared: Shared, number: int, num_fronts: int, capacity: int) -> None:
-        self.number, self._shared, self._own = number, shared, number - 1
-        self._is_taken = shared.array("taken", (num_fronts, capacity), bool)
-        self._priorities = shared.array("priorities", (num_fronts, capacity))
+    def __init__(self, shared: Shared, capacity: int) -> None:
+        self._shared, self._own = shared, shared.number
+        self._is_taken = shared.array("taken", (shared.num_fronts, capacity), bool)
+        self._priorities = shared.array("priorities", (shared.num_fronts, capacity))
         self._is_taken[self._own] = False
         self._free, self._places = list(range(capacity)), dict[int, int]()
+
+    @property
+    def number(self) -> int:
+        """The number of this front for the engine, to which 0 is the process that started it."""
+        return 1 + self._own
 
     def put(self, id: int, priority: float = RESERVED) -> None:
         """Tell of a request, or of its priority."""

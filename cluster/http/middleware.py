@@ -115,11 +115,17 @@ class Gate:
     """
 
     def __init__(
-        self, app: ASGIApp, metrics: Metrics, *, keys: ApiKeys | None, refusal: Callable[[], HttpError | None]
+        self,
+        app: ASGIApp,
+        callers: Callers,
+        metrics: Metrics,
+        *,
+        keys: ApiKeys | None,
+        refusal: Callable[[], HttpError | None],
     ) -> None:
         self._app = app
         self._metrics = metrics
-        self._callers = Callers(metrics)
+        self._callers = callers
         self._keys = keys
         self._refusal = refusal
 

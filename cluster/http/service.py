@@ -27,6 +27,7 @@ from cluster.openai.output_processor import Generation, TextDelta
 from cluster.openai.request_params import RequestLimits, SeedSource, build_submits
 from cluster.openai.response_store import ResponseStore
 from cluster.openai.resumption import EventId, digest_of, read_event_id
+from cluster.system.shared import Shared
 from cluster.text.answer_reader import AnswerReaders
 from cluster.text.tokenizer import Conversation, TextLimit, Tokenizer, text_size
 from cluster.text.tokenizer_pool import TokenizerPool
@@ -129,12 +130,14 @@ class Service:
     reasoning_parser: Literal["auto", "none", "think"] = "auto"
     """See `AnswerReaders`, as for the next one."""
     tool_call_parser: Literal["auto"] | ToolCallFormat = "auto"
+    shared: Shared = field(default_factory=Shared)
+    """What all fronts of the engine count together."""
     tracing: Tracing = field(default_factory=Tracing.from_environment)
     created: int = field(default_factory=lambda: int(time.time()))
     admission: Admission = field(init=False)
     answers: AnswerReaders = field(init=False)
     batches: BatchService | None = field(init=False, default=None)
-    responses: ResponseStore = field(init=False, default_factory=ResponseStore)
+    responses: ResponseStore = field(init=False)
     seeds: SeedSource = field(init=False)
     metrics: metrics.Metrics = field(init=False)
 
@@ -143,8 +146,9 @@ class Service:
             keys = (ApiKey(key=key),)
             self.api_keys = lambda: keys
         self.answers = AnswerReaders(self.tokenizer, self.reasoning_parser, self.tool_call_parser)
-        self.seeds = SeedSource(self.seed)
-        self.metrics = metrics.Metrics(self.model_id, self.replica, lambda: self.engine.stats)
+        self.seeds = SeedSource(self.seed, self.shared)
+        self.responses = ResponseStore(self.shared.folder and self.shared.folder / "responses")
+        self.metrics = metrics.Metrics(self.model_id, self.replica, lambda: self.engine.stats, self.shared)
         if self.batch_dir is not None:
             self.batches = BatchService(self.batch_dir, models=self.model_ids)
         self.admission = Admission(

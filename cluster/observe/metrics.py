@@ -3,7 +3,8 @@
 Request metrics are observed when a request ends, token metrics at every delta; `engine_metrics` reads the engine's at
 scrape time. Accepted tokens are counted here and not in the engine, which does not know what a stop string cuts off.
 Every sample has the labels `model_name` and `replica`, because scrapes of one address may reach different replicas.
-Acceptance length = 1 + num_accepted_tokens / num_drafts.
+Acceptance length = 1 + num_accepted_tokens / num_drafts. The fronts of one engine are one service: each keeps its
+values in files (prometheus_client's multiprocess mode), and a scrape of any of them sums up all.
 """
 
 from __future__ import annotations
@@ -11,15 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from cluster.observe.engine_metrics import COUNTERS as ENGINE_COUNTERS
 from cluster.observe.engine_metrics import GAUGES, PER_POSITION, PREFIX, EngineCollector
-from workers.comm.ipc import EngineStats, RequestStats
+from cluster.system.shared import Shared
+from secateur.token_tree import MAX_NODES
+from workers.comm.ipc import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -113,8 +119,13 @@ def descriptions() -> list[Description]:
 class Metrics:
     """One registry per service, so that several can live in one process (tests do)."""
 
-    def __init__(self, model_name: str, replica: str, stats: Callable[[], EngineStats]) -> None:
+    def __init__(
+        self, model_name: str, replica: str, stats: Callable[[], EngineStats], shared: Shared | None = None
+    ) -> None:
+        shared = shared or Shared()
         self.registry = CollectorRegistry()
+        self._folder = metrics_folder(shared.folder)
+        self._unsummed = self.registry if self._folder is None else CollectorRegistry()  # all fronts have the same
         self._labels = dict(zip(_COMMON, (model_name, replica), strict=True))
         self._histograms = {
             stem: Histogram(PREFIX + stem, text, list(self._labels), registry=self.registry, buckets=buckets)
@@ -139,20 +150,24 @@ class Metrics:
             self._count(stem, 0)
         self._generation_tokens = self._counters["generation_tokens"].labels(**self._labels)
         self._series: dict[str, Histogram] = {}  # by stem, those with observations
-        self._returned = RequestStats()
+        # Of all fronts: accepted tokens by depth, and last the copied ones.
+        self._returned = shared.array("returned", (shared.num_fronts, MAX_NODES + 1), np.int64)
+        self._own_returned = self._returned[shared.number]
         self._client_requests = Gauge(
-            PREFIX + _CLIENT_REQUESTS, _CLIENT_REQUESTS_TEXT, list(self._labels), registry=self.registry
+            PREFIX + _CLIENT_REQUESTS,
+            _CLIENT_REQUESTS_TEXT,
+            list(self._labels),
+            registry=self.registry,
+            multiprocess_mode="livesum",
         )
         self._client_requests.labels(**self._labels)
-        self.registry.register(EngineCollector(self._labels, lambda: self._with_returned(stats())))
-        self.registry.register(_ProcessCollector(self._labels))
+        self._unsummed.register(EngineCollector(self._labels, lambda: self._with_returned(stats())))
+        self._unsummed.register(_ProcessCollector(self._labels, self._folder))
 
     def _with_returned(self, stats: EngineStats) -> EngineStats:
-        return replace(
-            stats,
-            accepted_per_depth=self._returned.accepted_per_depth,
-            num_accepted_copied_tokens=self._returned.num_accepted_copied_tokens,
-        )
+        *accepted, num_copied = self._returned.sum(axis=0).tolist()
+        by_depth = accepted[: len(accepted) - accepted[::-1].count(0)]
+        return replace(stats, accepted_per_depth=by_depth, num_accepted_copied_tokens=num_copied)
 
     def _count(self, stem: str, amount: float = 1, **labels: str) -> None:
         self._counters[stem].labels(**self._labels, **labels).inc(amount)
@@ -171,8 +186,8 @@ class Metrics:
         """
         self._generation_tokens.inc(num_tokens)
         if num_accepted:
-            self._returned.count_nodes([], [], num_accepted)
-            self._returned.num_accepted_copied_tokens += num_accepted * is_copied
+            self._own_returned[:num_accepted] += 1
+            self._own_returned[-1] += num_accepted * is_copied
         if gap_s is not None:
             self._observe("inter_token_latency_seconds", gap_s)
 
@@ -231,20 +246,45 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus's text format."""
-        return generate_latest(self.registry)
+        if self._folder is None:
+            return generate_latest(self.registry)
+        summed = CollectorRegistry()
+        MultiProcessCollector(summed, str(self._folder))
+        return generate_latest(summed) + generate_latest(self._unsummed)
+
+
+def metrics_folder(shared: Path | None) -> Path | None:
+    """Return where fronts keep their metrics, which their environment's PROMETHEUS_MULTIPROC_DIR names, too."""
+    return None if shared is None else shared / "metrics"
 
 
 class _ProcessCollector(Collector):
-    """Prometheus's standard metrics of this process, with our labels."""
+    """Prometheus's standard metrics of this process, or of all fronts together, with our labels."""
 
-    def __init__(self, labels: Mapping[str, str]) -> None:
+    def __init__(self, labels: Mapping[str, str], folder: Path | None) -> None:
         self._labels = dict(labels)
-        self._process = ProcessCollector(registry=CollectorRegistry())
+        self._folder = folder
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        for family in self._process.collect():
-            family.samples = [sample._replace(labels={**sample.labels, **self._labels}) for sample in family.samples]
-            yield family
+        families: dict[str, Metric] = {}
+        for pid in self._pids():
+            for family in ProcessCollector(pid=lambda pid=pid: pid, registry=CollectorRegistry()).collect():
+                total = families.setdefault(family.name, family)
+                add = min if family.name == "process_start_time_seconds" else float.__add__
+                values = zip(total.samples, family.samples, strict=True)
+                total.samples = [
+                    sample._replace(
+                        labels={**sample.labels, **self._labels},
+                        value=sample.value if total is family else add(float(sample.value), float(other.value)),
+                    )
+                    for sample, other in values
+                ]
+        yield from families.values()
+
+    def _pids(self) -> list[int | str]:
+        if self._folder is None:
+            return ["self"]
+        return [path.stem.rpartition("_")[2] for path in self._folder.glob("gauge_livesum_*.db")]

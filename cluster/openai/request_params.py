@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from cluster.copying import copied
 from cluster.errors import BadRequest
+from cluster.system.shared import Shared
 from secateur.bodies import listed
 from secateur.requests import ChatCompletionRequest, SamplingRequest
 from secateur.speculative import Speculative
@@ -228,9 +231,10 @@ def ineffective_settings(options: Speculative | None, limits: RequestLimits) -> 
 class SeedSource:
     """Seeds for requests without one: H(server seed, arrival number), or random if the server has no seed."""
 
-    def __init__(self, server_seed: int | None) -> None:
+    def __init__(self, server_seed: int | None, shared: Shared | None = None) -> None:
         self._server_seed = server_seed
-        self._arrivals = 0
+        self._shared = shared or Shared()
+        self._arrivals = self._shared.array("arrivals", (1,), np.int64)  # at all fronts
 
     def draw(self, count: int, key: str | None = None) -> tuple[int, ...]:
         """Return the seeds of a request's prompts. Without a server seed, the same key gives the same ones again."""
@@ -241,9 +245,11 @@ class SeedSource:
 
     def next(self) -> int:
         """Return the next prompt's seed."""
-        arrival, self._arrivals = self._arrivals, self._arrivals + 1
         if self._server_seed is None:
             return secrets.randbits(63)
+        with self._shared.locked():
+            arrival = int(self._arrivals[0])
+            self._arrivals[0] += 1
         return derive_seed(self._server_seed, arrival)
 
 

@@ -26,6 +26,19 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
+def listening_sockets(host: str, port: int, num: int) -> list[socket.socket]:
+    """Return that many bound sockets of one port, among which the kernel divides connections. Raises ConfigError."""
+    with listening_socket(host, port) as first:  # it alone notices that others have the port
+        address = first.getsockname()
+    found = []
+    for _ in range(num):
+        found.append(socket.socket(first.family, socket.SOCK_STREAM))
+        found[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        found[-1].bind(address)
+    return found
+
+
 def base_url(host: str, port: int, *, tls: bool = False) -> str:
     """Return the URL of a service that listens on `host`; for a wildcard address, the loopback URL."""
     scheme = "https" if tls else "http"

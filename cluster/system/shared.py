@@ -16,19 +16,22 @@ from numpy.typing import NDArray
 
 
 class Shared:
-    """Arrays in a folder, one file each. None = of this process alone, without files and locks."""
+    """Arrays in a folder, one file each. None = of this process alone, without files and locks.
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
+    number: of this front, 0 .. num_fronts - 1.
+    """
+
+    def __init__(self, folder: Path | None = None, number: int = 0, num_fronts: int = 1) -> None:
+        self.folder, self.number, self.num_fronts = folder, number, num_fronts
         self._lock = None if folder is None else (folder / "lock").open("a")
 
     def array(self, name: str, shape: tuple[int, ...], dtype: Any = np.float64) -> NDArray[Any]:
         """Return the array of this name, which is zero at first."""
-        if self._folder is None:
+        if self.folder is None:
             return np.zeros(shape, dtype)
-        with (self._folder / name).open("a+b") as file:
+        with (self.folder / name).open("a+b") as file:
             file.truncate(int(np.prod(shape)) * np.dtype(dtype).itemsize)
-        return np.memmap(self._folder / name, dtype, "r+", shape=shape)
+        return np.memmap(self.folder / name, dtype, "r+", shape=shape)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -1,17 +1,21 @@
-"""`secateur serve` starts a service on Ray; `secateur plan` predicts placement and speed."""
+"""`secateur serve` starts a service, on Ray or without; `secateur plan` predicts placement and speed."""
 
 # No `from __future__ import annotations` here: typer reads the annotations below as objects.
 import os
 import signal
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from secateur.cli.checks import checked
 from secateur.cli.options import AsJson, LogLevel, ModelArgument
+from secateur.errors import ConfigError, Problem
 from secateur.flags import with_engine_flags
 from secateur.install import service_part
+
+if TYPE_CHECKING:
+    from secateur.config import EngineArgs
 
 HARDWARE_NAMES = ("a100", "l4", "l40s", "h100", "h200", "b200")
 """The keys of `secateur.plan.HARDWARE`."""
@@ -29,6 +33,9 @@ def serve(engine: dict[str, Any], model: ModelArgument = None, log_level: LogLev
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in background jobs of a shell script
         signal.signal(signal.SIGINT, signal.default_int_handler)
     args = checked(engine, model=model)
+    if args.api_server_count is not None:
+        _serve_here(args)
+        return
     if not os.environ.get("RAY_ADDRESS"):  # otherwise the service listens on another machine
         service_part("check_port")(args.host, args.port)
         if find_spec("ray"):
@@ -36,6 +43,24 @@ def serve(engine: dict[str, Any], model: ModelArgument = None, log_level: LogLev
     if find_spec("ray"):  # without Ray, print the error alone
         typer.echo("secateur: importing PyTorch and Ray", err=True)
     service_part("serve")(args)
+
+
+def _serve_here(args: "EngineArgs") -> None:
+    """Serve without Ray."""
+    if os.environ.get("RAY_ADDRESS"):
+        instead = "leave it out and set num_replicas in a Serve application, or unset RAY_ADDRESS"
+        raise ConfigError(
+            Problem("api_server_count", f"is for a service of this machine alone; on a cluster {instead}")
+        )
+    if find_spec("torch"):  # without it, print the error alone
+        typer.echo("secateur: importing PyTorch", err=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with service_part("local_service")(args, shows_progress=True) as url:
+            typer.echo(f"Secateur serves {args.model_id} at {url}/v1 (Ctrl-C stops it)")
+            signal.pause()
+    except KeyboardInterrupt:
+        typer.echo("secateur: stopped", err=True)
 
 
 @with_engine_flags(server=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from workers.comm.ipc import (
     Abort,
     EngineStats,
-    FrameSocket,
     FrontGone,
+    FrontSockets,
     Ready,
     RequestStats,
     StepOutput,
@@ -113,9 +113,9 @@ class FakeEngine:
         self._thread.join(5)
 
     def _run(self) -> None:
-        socket = FrameSocket(connect(self.address))
         topology: list[dict[str, str | int]] = [{"role": "verifier 0", "rank": 0, "pid": 1, "device": "fake"}]
-        socket.send(Ready(topology=topology, max_model_len=self.max_model_len, vocab_size=self.vocab_size, num_pages=8))
+        limits = {"max_model_len": self.max_model_len, "vocab_size": self.vocab_size}
+        socket = self.sockets = FrontSockets(connect(self.address), Ready(topology=topology, num_pages=8, **limits))
         said, stats = time.monotonic(), EngineStats()
         with suppress(FrontGone):
             while not self._stop.is_set():
@@ -127,7 +127,7 @@ class FakeEngine:
                         case Abort(id=id):
                             self.aborted.append(id)
                             self._live.pop(id, None)
-                if self.hold.is_set():
+                if self.hold.is_set() or socket.is_behind:
                     continue
                 if self._live:
                     self.before_step()

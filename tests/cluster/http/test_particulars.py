@@ -35,7 +35,7 @@ from cluster.text.tokenizer import Tokenizer, text_size
 from secateur.errors import Problem
 from tests.support.fake_service import FakeService, error_of, fake_service, stream, wait_for
 from tests.support.tokenizer_kinds import llama, load
-from workers.comm.ipc import RequestStats, Submit, TokenChunk
+from workers.comm.ipc import EngineStats, RequestStats, Submit, TokenChunk
 from workers.settings import Constraints, SamplingSettings
 
 PROMPT = {"prompt": "def", "max_tokens": 64}
@@ -112,10 +112,10 @@ def test_copied_tokens_are_counted_separately(tokenizer: Tokenizer) -> None:
 
 def test_accepted_copies_are_counted_when_they_are_returned(service: FakeService) -> None:
     metrics = service.service.metrics
-    before = metrics._returned.num_accepted_copied_tokens
+    before = metrics._with_returned(EngineStats()).num_accepted_copied_tokens
     for is_copied in (False, True):
         metrics.observe_tokens(3, 2, is_copied=is_copied)
-    assert metrics._returned.num_accepted_copied_tokens == before + 2
+    assert metrics._with_returned(EngineStats()).num_accepted_copied_tokens == before + 2
 
 
 @pytest.mark.parametrize("wants_ids", [False, True])
