@@ -1,12 +1,16 @@
 """Measures what a chunk costs the HTTP front, from the engine's frame to the client's socket.
 
     python -m bench.front [--streams 1 16 64 256] [--chunks 200] [--per-second 640] [--output DIR]
+    python -m bench.front --fronts 1 2 [--streams 256] [--chunks 900] [--steps-per-second 150]
 
 The front is a process of its own, and the engine is played by this one: each of its frames has a token of every stream.
 A third process reads the streams, which are chats. Two loads for each number of streams:
 
 - paced: `--per-second` chunks, and at most 50 frames, a second;
 - full: the next frame as soon as the socket takes it.
+
+With `--fronts`, the fronts are those of `--api-server-count`, and a tenth of the clients reads one byte a second. Every
+byte that the others get is compared with what one of them got. Memory is that of the fronts before and after.
 
 The processor time is the front's. A gap is the time between two reads of one stream, the latency that from a frame to
 its event at the client, where the load is paced and there is one stream. As in a replica, the event loop is uvloop.
@@ -20,11 +24,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
@@ -35,16 +41,18 @@ from bench.harness import command, parser
 from cluster.bench.report import reporting
 from cluster.convert import read_engine, with_tokenizer
 from cluster.engine.engine_client import EngineClient
+from cluster.fronts import Fronts
 from cluster.http.limits import LimitedProtocol
 from cluster.http.server import create_app
 from cluster.local_service import build_service
-from cluster.system.listening import listening_socket
+from cluster.system.listening import listening_socket, listening_sockets
 from cluster.text.tokenizer_pool import TokenizerPool
 from secateur.cli.bench import say
 from secateur.config import EngineArgs
 from workers.comm.ipc import (
     EngineStats,
     FrameDecoder,
+    FrontSockets,
     Ready,
     RequestStats,
     StepOutput,
@@ -57,6 +65,7 @@ from workers.comm.ipc import (
 MAX_FRAMES_PER_S = 50.0
 TEXT = "def read_lines(path):\n    with open(path) as file:\n        return [line.rstrip() for line in file]\n"
 """Its tokens are the answers."""
+READY = Ready(topology=[], max_model_len=2048, vocab_size=2048, num_pages=8)
 STATS = RequestStats(num_drafts=40, pruned_per_depth=[9, 8, 7], verified_per_depth=[40, 30], accepted_per_depth=[20, 9])
 
 
@@ -78,23 +87,34 @@ async def front(engine_address: str) -> None:
     await client.close()
 
 
-async def readers(port: int, num: int, max_tokens: int) -> None:
-    """Read `num` streams to their ends; print a line when all have begun, and, by stream, when how many events came."""
+async def readers(port: int, num: int, max_tokens: int, num_slow: int = 0) -> None:
+    """Read `num` streams to their ends; print a line when all have begun, and, by stream, when how many events came.
+
+    Beside them `num_slow` read one byte a second. Fails if two of the others get different texts.
+    """
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": max_tokens, "stream": True}
     data = json.dumps(body | {"ignore_eos": True}).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: "
 
     waiting = set(range(num))
 
+    async def slow() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+        writer.write(f"{head}{len(data)}\r\n\r\n".encode() + data)
+        while await reader.read(1):
+            await asyncio.sleep(1)
+
+    texts = set[str]()
+
     async def one(number: int) -> list[tuple[float, int]]:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(f"{head}{len(data)}\r\n\r\n".encode() + data)
-        reads, tail = [], b""
+        reads, tail, everything = [], b"", b""
         while not tail.endswith(b"0\r\n\r\n"):
             got = await reader.read(1 << 16)
             if not got:
                 raise SystemExit(f"the stream ended with {tail!r}")
-            whole = tail + got
+            whole, everything = tail + got, everything + got
             events = whole.count(b"\ndata: {") - tail.count(b"\ndata: {")
             reads += [(time.monotonic(), events)] * bool(events)
             if b'"content":"def' in whole and number in waiting:
@@ -103,9 +123,17 @@ async def readers(port: int, num: int, max_tokens: int) -> None:
                     print(flush=True)
             tail = whole[-16:]
         writer.close()
+        deltas = [json.loads(line[6:]) for line in everything.splitlines() if line.startswith(b"data: {")]
+        texts.add("".join(delta["choices"][0]["delta"].get("content", "") for delta in deltas))
         return reads
 
-    print(json.dumps(await asyncio.gather(*map(one, range(num)))))
+    others = [asyncio.create_task(slow()) for _ in range(num_slow)]
+    reads = await asyncio.gather(*map(one, range(num)))
+    if len(texts) != 1:
+        raise SystemExit(f"the streams have {len(texts)} different texts")
+    for other in others:
+        other.cancel()
+    print(json.dumps(reads))
 
 
 @contextmanager
@@ -129,7 +157,7 @@ class FrameFeed:
 
     def __init__(self, address: str, tokens: list[int]) -> None:
         self._sock, self._tokens, self._decoder = connect(address), tokens, FrameDecoder()
-        self._sock.sendall(encode(Ready(topology=[], max_model_len=2048, vocab_size=2048, num_pages=8)))
+        self._sock.sendall(encode(READY))
 
     def submitted(self, num: int) -> list[int]:
         """Wait for that many requests and return their ids."""
@@ -183,8 +211,86 @@ def measure(engine: FrameFeed, served: subprocess.Popen[str], port: int, num: in
     return row
 
 
+async def several(num_fronts: int, streams: int, chunks: int, per_second: float) -> dict[str, Any]:
+    """Run `streams` streams through that many fronts at one pace, and return the row."""
+    args = EngineArgs.load({"device": "cpu", "max_num_seqs": 512, "api_server_count": num_fronts})
+    config, tokenizer = with_tokenizer(args, read_engine(args, num_gpus=0)[0])
+    tokens = tokenizer.encode(TEXT, add_special_tokens=False)
+    socks, client, up = listening_sockets("127.0.0.1", 0, num_fronts), EngineClient(), asyncio.Event()
+    port, num_slow = socks[0].getsockname()[1], streams // 10
+    with tempfile.TemporaryDirectory(prefix="f", dir="/tmp") as folder:
+        address = await client.listen(f"unix:{folder}/e")
+        engine = await asyncio.to_thread(FrontSockets, await asyncio.to_thread(connect, address), READY)
+        playing = threading.Event()
+
+        def play() -> dict[str, Any]:
+            """Play the engine until the clients have begun, and then at the given pace."""
+            ids: list[int] = []
+            with child("--readers", port, streams - num_slow, chunks, num_slow) as clients:
+                while len(ids) < streams:
+                    ids += [message.id for message in engine.poll(0.1) if isinstance(message, Submit)]
+                pids = [process.pid for process in fronts._running.values()]
+                memory, used_s = sum(map(memory_mb, pids)), sum(map(cpu_s, pids))
+                began = time.monotonic()
+                for number in range(chunks):
+                    time.sleep(max(0.0, began + number / per_second - time.monotonic()))
+                    reason = "length" if number == chunks - 1 else None
+                    token = [tokens[number % len(tokens)]]
+                    made = [TokenChunk(id=id, tokens=token, stats=STATS, finish_reason=reason) for id in ids]
+                    engine.send(StepOutput(chunks=made, stats=EngineStats(num_running=len(ids))))
+                    engine.poll()
+                seconds = time.monotonic() - began
+                while engine._unsent or any(other._unsent for other in engine._others.values()):
+                    engine.poll(0.1)
+                assert clients.stdout is not None
+                clients.stdout.readline()
+                reads = json.loads(clients.stdout.read())
+                memory, used_s = sum(map(memory_mb, pids)) - memory, sum(map(cpu_s, pids)) - used_s
+            gaps = [1e3 * (after[0] - before[0]) for stream in reads for before, after in pairwise(stream)]
+            return {
+                "fronts": num_fronts,
+                "streams": streams,
+                "slow": num_slow,
+                "steps_per_s": chunks / seconds,
+                "cpu_us_per_chunk": 1e6 * used_s / streams / chunks,
+                "events_per_chunk": sum(count for stream in reads for _, count in stream) / len(reads) / chunks,
+                **{f"gap_p{share}_ms": quantiles(gaps, n=100)[share - 1] for share in (50, 99)},
+                "memory_mb": memory,
+            }
+
+        def idle() -> None:
+            while not playing.is_set():
+                engine.poll(0.1)
+
+        waiting = asyncio.create_task(asyncio.to_thread(idle))
+        fronts = Fronts(args, config, client, socks)
+        serving = asyncio.create_task(fronts.serve(up.set))
+        await up.wait()
+        playing.set()
+        await waiting
+        row = await asyncio.to_thread(play)
+        fronts.should_exit = True
+        await serving
+        await client.close()
+        engine.close()
+        return row
+
+
+def memory_mb(pid: int) -> float:
+    """Return the resident memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 1e6
+
+
 def run(args: Namespace) -> None:
     """Measure, and print the table."""
+    if args.fronts:
+        with reporting(args.output, "fronts", {"command": command()}, say) as report:
+            for num in args.fronts:
+                row = asyncio.run(several(num, args.streams[-1], args.chunks, args.steps_per_second))
+                say(str(row))
+                report.add("fronts", row)
+        print(report.markdown)
+        return
     with (
         tempfile.TemporaryDirectory(prefix="f", dir="/tmp") as folder,
         child("--front", f"unix:{folder}/e") as served,
@@ -207,8 +313,10 @@ def main() -> None:
     made.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
     made.add_argument("--chunks", type=int, default=200, help="of each stream")
     made.add_argument("--per-second", type=float, default=640.0, help="chunks, of a paced load")
+    made.add_argument("--fronts", type=int, nargs="+", help="measure so many fronts before one engine instead")
+    made.add_argument("--steps-per-second", type=float, default=150.0, help="of that engine")
     made.add_argument("--front", help="be the front, for the engine at this address")
-    made.add_argument("--readers", type=int, nargs=3, help="be the clients: port, streams, chunks")
+    made.add_argument("--readers", type=int, nargs="+", help="be the clients: port, streams, chunks, slow ones")
     args = made.parse_args()
     if args.front:
         uvloop.run(front(args.front))

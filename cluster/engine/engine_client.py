@@ -440,7 +440,8 @@ class EngineClient:
         inbox.fail(SlowReader("the stream was read too slowly, and too much waited for its reader"))
         inbox.clear()
         for id in [id for id, own in self._pending.items() if own.inbox is inbox]:
-            self.abort(id)
+            self._forget(id)
+            self._send(Abort(id=id))
 
     def _note_service(self, pending: _Pending, last: TokenChunk) -> None:
         if last.finish_reason == "error":

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.engine import engine_client
-from cluster.engine.engine_client import DeadlyRequest, EngineClient
+from cluster.engine.engine_client import DeadlyRequest, EngineClient, SlowReader
 from cluster.engine.rank_exits import EngineDead
 from tests.support.fake_engine import STATS, FakeEngine, StandingClock
 from workers.comm.ipc import (
@@ -407,5 +407,24 @@ def test_requests_of_the_same_priority_or_a_lower_number_come_first(tmp_path: Pa
         for request in waiting:
             with pytest.raises(EngineDead, match="the service is shutting down"):
                 await request
+
+    with_fake(tmp_path, body)
+
+
+def test_the_reader_for_whom_most_waits_loses_its_stream_when_all_have_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "MAX_UNREAD", 100)
+
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        fake.script = lambda submit: [[1]] * submit.max_tokens
+        streams = [client.arrivals(Submit(id=id, prompt=[1], max_tokens=num)) for id, num in ((1, 30), (2, 500))]
+        seen = [await anext(stream) for stream in streams]
+        await until(lambda: fake.aborted == [2])
+        with pytest.raises(SlowReader):
+            await anext(streams[1])
+        await until(lambda: not client.num_pending)
+        assert len(seen[0]) + len(await anext(streams[0])) == 30, "the other one has all that came"
+        assert client._inboxes.size == 0 and not client._inboxes._inboxes
 
     with_fake(tmp_path, body)

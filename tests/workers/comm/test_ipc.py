@@ -218,3 +218,57 @@ def test_accepted_tokens_that_are_cut_off_are_subtracted() -> None:
     assert stats.truncate(3, 1, is_copied=False).num_accepted_copied_tokens == 3
     assert stats.truncate(3, 3, is_copied=True) == stats == stats.truncate(0, 5, is_copied=True)
     assert stats.accepted_per_depth == [2, 2, 1]  # the engine's statistics are unchanged
+
+
+def step(*ids: int, size: int = 1) -> StepOutput:
+    return StepOutput(chunks=[TokenChunk(id=id, tokens=[], error="x" * size) for id in ids], stats=EngineStats())
+
+
+def chunk_ids(front: socket.socket) -> list[int]:
+    front.settimeout(5)
+    decoder, messages = FrameDecoder(), list[object]()
+    while not messages or decoder._buffer:
+        messages += decoder.feed(front.recv(1 << 20))
+    return [chunk.id for message in messages if isinstance(message, StepOutput) for chunk in message.chunks]
+
+
+def test_an_engine_is_behind_while_its_front_does_not_read(ends):
+    engine, front = ends
+    while not engine.is_behind:
+        engine.send(step(0, size=1 << 20))
+    assert ipc.MAX_UNREAD_BYTES < len(engine._unsent) < ipc.MAX_UNREAD_BYTES + (2 << 20)
+    front.setblocking(False)
+    while engine.is_behind:
+        front.recv(1 << 22)
+        assert engine.poll(1.0) == []
+
+
+def test_each_front_has_its_own_chunks_and_one_that_does_not_read_loses_its_requests(ends, tmp_path, monkeypatch):
+    monkeypatch.setattr(ipc, "MAX_FRAME_BYTES", 2 << 20)
+    plain, first = ends
+    ready = Ready(topology=[], max_model_len=8, vocab_size=8, num_pages=8)
+    engine = ipc.FrontSockets(plain._sock, ready)
+    others = []
+    for number in (1, 2):
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(tmp_path / str(number)))
+            listener.listen()
+            told = ipc.Connect(number=number, address=f"unix:{tmp_path}/{number}")
+            first.sendall(encode(told) * 2)  # it is named again and again
+            assert engine.poll(5) == []
+            others.append(listener.accept()[0])
+    for number, other in enumerate(others, 1):
+        assert FrameDecoder().feed(other.recv(1 << 20)) == [ready]
+        other.sendall(encode(Submit(id=number, prompt=[1], max_tokens=9)))
+        assert [message.id for message in engine.poll(5)] == [number]
+    engine.send(step(1, 2, 65))
+    assert [chunk_ids(other) for other in others] == [[1], [2]], "65 was never submitted"
+    while len(engine._others) == 2:
+        engine.send(step(1, size=1 << 20))
+    assert engine.poll(5) == [Abort(id=1)] and not engine.is_behind
+    engine.send(step(1, 2))
+    assert chunk_ids(others[1]) == [2]
+    others[1].close()
+    assert engine.poll(5) == [Abort(id=2)]
+    for other in others:
+        other.close()
