@@ -9,8 +9,8 @@ A third process reads the streams, which are chats. Two loads for each number of
 - paced: `--per-second` chunks, and at most 50 frames, a second;
 - full: the next frame as soon as the socket takes it.
 
-With `--fronts`, the fronts are those of `--api-server-count`, and a tenth of the clients reads one byte a second. Every
-byte that the others get is compared with what one of them got. Memory is that of the fronts before and after.
+With `--fronts`, the fronts are those of `--api-server-count`. Of the clients none, and then a tenth, reads one byte a
+second; the texts that the others get are compared. Memory is that of the fronts before and after.
 
 The processor time is the front's. A gap is the time between two reads of one stream, the latency that from a frame to
 its event at the client, where the load is paced and there is one stream. As in a replica, the event loop is uvloop.
@@ -29,7 +29,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -211,13 +211,13 @@ def measure(engine: FrameFeed, served: subprocess.Popen[str], port: int, num: in
     return row
 
 
-async def several(num_fronts: int, streams: int, chunks: int, per_second: float) -> dict[str, Any]:
-    """Run `streams` streams through that many fronts at one pace, and return the row."""
+async def several(num_fronts: int, streams: int, num_slow: int, chunks: int, per_second: float) -> dict[str, Any]:
+    """Run `streams` streams, slow ones included, through that many fronts at one pace, and return the row."""
     args = EngineArgs.load({"device": "cpu", "max_num_seqs": 512, "api_server_count": num_fronts})
     config, tokenizer = with_tokenizer(args, read_engine(args, num_gpus=0)[0])
     tokens = tokenizer.encode(TEXT, add_special_tokens=False)
     socks, client, up = listening_sockets("127.0.0.1", 0, num_fronts), EngineClient(), asyncio.Event()
-    port, num_slow = socks[0].getsockname()[1], streams // 10
+    port = socks[0].getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="f", dir="/tmp") as folder:
         address = await client.listen(f"unix:{folder}/e")
         engine = await asyncio.to_thread(FrontSockets, await asyncio.to_thread(connect, address), READY)
@@ -285,8 +285,9 @@ def run(args: Namespace) -> None:
     """Measure, and print the table."""
     if args.fronts:
         with reporting(args.output, "fronts", {"command": command()}, say) as report:
-            for num in args.fronts:
-                row = asyncio.run(several(num, args.streams[-1], args.chunks, args.steps_per_second))
+            streams = args.streams[-1]
+            for num, num_slow in product(args.fronts, (0, streams // 10)):
+                row = asyncio.run(several(num, streams, num_slow, args.chunks, args.steps_per_second))
                 say(str(row))
                 report.add("fronts", row)
         print(report.markdown)
