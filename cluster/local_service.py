@@ -163,7 +163,7 @@ class _ServiceThread(threading.Thread):
             pass  # stopped while it started
         except BaseException as error:
             self._failure = error
-            if self._up.is_set():
+            if self._up.is_set() and self._args.api_server_count is not None:
                 os.kill(os.getpid(), signal.SIGTERM)
         finally:
             self._up.set()
@@ -187,7 +187,7 @@ class _ServiceThread(threading.Thread):
                 self._loop.call_soon_threadsafe(self._main.cancel)
         was_up = self._up.is_set()
         self.join()
-        if was_up and self._failure is not None:
+        if was_up and self._failure is not None and self._args.api_server_count is not None:
             raise self._failure
 
     async def _serve(self) -> None:
