@@ -285,9 +285,8 @@ def run(args: Namespace) -> None:
     """Measure, and print the table."""
     if args.fronts:
         with reporting(args.output, "fronts", {"command": command()}, say) as report:
-            streams = args.streams[-1]
-            for num, num_slow in product(args.fronts, (0, streams // 10)):
-                row = asyncio.run(several(num, streams, num_slow, args.chunks, args.steps_per_second))
+            for streams, num, share in product(args.streams, args.fronts, (0.0, 0.1)):
+                row = asyncio.run(several(num, streams, int(share * streams), args.chunks, args.steps_per_second))
                 say(str(row))
                 report.add("fronts", row)
         print(report.markdown)
