@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
+import uvloop
+
 from cluster.convert import load_tokenizer
 from cluster.engine.engine_client import EngineClient
 from cluster.engine.neighbours import Neighbours
@@ -26,11 +28,6 @@ from cluster.text.tokenizer_pool import MAX_WORKERS, TokenizerPool
 from secateur.config import EngineArgs
 from secateur.logs import VARIABLE, Level, set_log_level
 from workers.config import EngineConfig
-
-try:
-    from uvloop import run
-except ImportError:
-    from asyncio import run  # type: ignore[assignment]  # its options are not used
 
 
 async def serve(told: dict[str, Any]) -> None:
@@ -61,4 +58,4 @@ async def serve(told: dict[str, Any]) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn handles it while it serves, and raises it again afterwards
     set_log_level(cast(Level | None, os.environ.get(VARIABLE)))
-    run(serve(json.loads(sys.stdin.readline())))
+    uvloop.run(serve(json.loads(sys.stdin.readline())))

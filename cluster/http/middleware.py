@@ -23,6 +23,7 @@ from cluster.http.request_ids import request_id_of
 from cluster.observe.metrics import Metrics
 from cluster.observe.rate_limits import Callers
 from cluster.openai.failures import to_http_error
+from cluster.system.shared import Shared
 from secateur.responses import REQUEST_ID_HEADER, ErrorResponse
 
 PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/tokenizer_info", "/server_info")
@@ -117,15 +118,15 @@ class Gate:
     def __init__(
         self,
         app: ASGIApp,
-        callers: Callers,
         metrics: Metrics,
         *,
+        shared: Shared,
         keys: ApiKeys | None,
         refusal: Callable[[], HttpError | None],
     ) -> None:
         self._app = app
         self._metrics = metrics
-        self._callers = callers
+        self._callers = Callers(metrics, shared=shared)
         self._keys = keys
         self._refusal = refusal
 

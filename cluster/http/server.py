@@ -42,7 +42,6 @@ from cluster.http.routes.models import add_model_routes
 from cluster.http.routes.operations import add_operation_routes
 from cluster.http.routes.responses import add_response_routes, add_stored_response_routes
 from cluster.http.service import Service, batch_share
-from cluster.observe.rate_limits import Callers
 from secateur import __version__
 from secateur.responses import IGNORED_HEADER, REQUEST_ID_HEADER
 
@@ -88,8 +87,8 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     metrics = service.metrics
     add_error_handlers(app, on_rejected=metrics.observe_rejected)
     # The middleware added last is the outermost: responses to requests without a key have a request id, too.
-    callers = Callers(metrics, shared=service.shared)
-    app.add_middleware(Gate, callers=callers, metrics=metrics, keys=service.api_keys, refusal=service.admission.refusal)
+    refusal = service.admission.refusal
+    app.add_middleware(Gate, metrics=metrics, shared=service.shared, keys=service.api_keys, refusal=refusal)
     app.add_middleware(Observer, metrics=metrics, echoes_id=echo_request_id)
     app.add_middleware(PathMiddleware, root_path=service.root_path)
     if (cors := service.cors) is not None:  # it answers preflight requests, which have no API key

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -271,7 +272,7 @@ class _ProcessCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         for pid in self._pids():
-            for family in ProcessCollector(pid=lambda pid=pid: pid, registry=CollectorRegistry()).collect():
+            for family in ProcessCollector(pid=partial(str, pid), registry=CollectorRegistry()).collect():
                 total = families.setdefault(family.name, family)
                 add = min if family.name == "process_start_time_seconds" else float.__add__
                 values = zip(total.samples, family.samples, strict=True)
@@ -284,7 +285,7 @@ class _ProcessCollector(Collector):
                 ]
         yield from families.values()
 
-    def _pids(self) -> list[int | str]:
+    def _pids(self) -> list[str]:
         if self._folder is None:
             return ["self"]
         return [path.stem.rpartition("_")[2] for path in self._folder.glob("gauge_livesum_*.db")]

@@ -30,7 +30,9 @@ def test_an_unknown_nested_key_says_where():
 
 
 def test_an_unrecognizable_key_lists_the_valid_ones():
-    assert "allowed_origins, api_key, api_key_file, batch_dir, device," in refusal(EngineArgs, zzzzzz=1)
+    assert "allowed_origins, api_key, api_key_file, api_server_count, batch_dir, device," in refusal(
+        EngineArgs, zzzzzz=1
+    )
 
 
 def test_dashes_in_keys_read_as_underscores():

@@ -464,7 +464,7 @@ class FrontSockets(FrameSocket):
             readable = fronts
         messages: list[Message] = []
         for number, other in list(self._others.items()):
-            for message in (other in readable and self._attempt(number, FrameSocket._receive)) or ():
+            for message in (self._attempt(number, FrameSocket._receive) if other in readable else None) or ():
                 if isinstance(message, Submit):
                     self._ids[number].add(message.id)
                 elif isinstance(message, Abort):
