@@ -95,7 +95,7 @@ class BlockHead(DraftHead):
             for index, window in enumerate(layers.windows)
         )
         self._final_norm_H = weights.get("norm.weight")
-        self._head = head = load_vocab_head(weights, target, layers, spec.draft_vocab_size)
+        self._head = head = load_vocab_head(weights, target, layers, spec.draft_vocab_size, target_ids)
         self._markov = MarkovHead.load(weights, spec)
         column_of_V = self.vocab.columns.column_of_V
         mask = spec.mask_token_id if column_of_V is None else int(column_of_V[spec.mask_token_id])

@@ -112,18 +112,26 @@ def load_embedding(weights: Weights, target: Weights, layers: ModelSpec) -> Tens
     return embedding_VH
 
 
-def load_vocab_head(weights: RankWeights, target: Weights, layers: ModelSpec, draft_vocab_size: int) -> VocabHead:
-    """Load the head's own lm_head; a head with the full vocabulary may share the target's (tied or not)."""
+def load_vocab_head(
+    weights: RankWeights, target: Weights, layers: ModelSpec, draft_vocab_size: int, target_ids: Tensor | None = None
+) -> VocabHead:
+    """Load the head's own lm_head, else share the target's (tied or not).
+
+    target_ids: of a reduced vocabulary, whose rows are then copied; without them such a head needs its own lm_head.
+    """
     source: Weights = weights
-    if weights.has("lm_head.weight") or draft_vocab_size != layers.vocab_size:
+    num_rows = draft_vocab_size
+    if weights.has("lm_head.weight") or (draft_vocab_size != layers.vocab_size and target_ids is None):
         name = "lm_head.weight"
     else:
-        source, name = target, name_in_target(target, "lm_head.weight")
+        source, name, num_rows = target, name_in_target(target, "lm_head.weight"), layers.vocab_size
         if not target.has(name):
             name = name_in_target(target, "model.embed_tokens.weight")
     rows = source.shape(name)
-    if rows != (draft_vocab_size, layers.hidden_size):
-        raise ValueError(f"{weights.path}: {name} is {rows}, not {(draft_vocab_size, layers.hidden_size)}")
+    if rows != (num_rows, layers.hidden_size):
+        raise ValueError(f"{weights.path}: {name} is {rows}, not {(num_rows, layers.hidden_size)}")
+    if source is target and target_ids is not None:
+        return VocabHead.tied(source.get(name)[target_ids], weights.tp)
     return VocabHead.load(source, name, draft_vocab_size, weights.tp)
 
 

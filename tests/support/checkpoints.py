@@ -453,13 +453,14 @@ def write_block(
                 "aux_hidden_state_layer_ids": list(taps),
                 "mask_token_id": mask_token_id,
                 "sliding_window_non_causal": False,
-                "draft_vocab_size": draft_vocab_size,
                 "transformer_layer_config": config,
                 **(markov if markov_rank else {}),
                 **({} if from_anchor is None else {"sample_from_anchor": from_anchor}),
             }
     if target_hidden_size:
         config["target_hidden_size"] = target_hidden_size
+    if draft_vocab_size:
+        config["draft_vocab_size"] = draft_vocab_size
     (path / "config.json").write_text(json.dumps(config))
     return path
 
