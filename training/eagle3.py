@@ -8,18 +8,19 @@ Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of LLMs via Train
 
 from __future__ import annotations
 
-import json
+import copy
 import math
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from training.batches import Batch, feature_layers, send
 from training.data import Corpus
+from training.draft_head import MLP, Drafted, RMSNorm, TrainableHead, copy_layer, rotate
 from training.language_model import BatchShape, Shapes, Trained, mixed_batch, mixed_precision
 from training.schedule import Optimisers, TimeBudget
 
@@ -27,23 +28,10 @@ DRAFT_VOCAB_SIZE = 1536
 ALWAYS_DRAFTED = (0, 2)
 STEP_DISCOUNT = 0.8
 """Weight of step s in the loss is STEP_DISCOUNT ** s."""
-
-
-def feature_layers(num_layers: int) -> tuple[int, int, int]:
-    """Return the decoder layers whose input is a feature, i.e. Hugging Face's `hidden_states[layer]`."""
-    return 2, num_layers // 2, num_layers - 3
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square normalization."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+NUM_STEPS = 5
+"""Unrolled steps of the training-time test, of a head for another target."""
+FIRST_STEPS = 2
+"""Unrolled steps in the first half of the training, which sees more tokens then."""
 
 
 class HeadAttention(nn.Module):
@@ -56,20 +44,6 @@ class HeadAttention(nn.Module):
         self.k_proj = nn.Linear(width, config.num_key_value_heads * dim, bias=False)
         self.v_proj = nn.Linear(width, config.num_key_value_heads * dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * dim, config.hidden_size, bias=False)
-
-
-class MLP(nn.Module):
-    """The gated MLP of a Llama layer."""
-
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the gated feed-forward network."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class MidLayer(nn.Module):
@@ -97,35 +71,49 @@ class UnrolledStep(NamedTuple):
     target_logits_BTV: Tensor
 
 
-def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
-    """Apply rotary embeddings in rotate-half style. x: [B, heads, T, head_dim], positions: [T]."""
-    half = x.shape[-1] // 2
-    frequencies = base ** (-torch.arange(half, device=x.device) / half)
-    angles = (positions[:, None] * frequencies).repeat(1, 2)
-    return x * angles.cos() + torch.cat([-x[..., half:], x[..., :half]], -1) * angles.sin()
+class TrainableEagle3Head(TrainableHead):
+    """The head in SafeAILab's layout."""
 
-
-class TrainableEagle3Head(nn.Module):
-    """Parameter names are the keys of the checkpoint."""
+    num_depths = NUM_STEPS
+    first_depths = FIRST_STEPS
 
     def __init__(self, config: LlamaConfig, draft_ids: Tensor):
-        """`config`: the target's; `draft_ids`: the target ids of the draft vocabulary, ascending [D]."""
-        super().__init__()
-        self.config = config
+        """See `TrainableHead`."""
+        super().__init__(config, draft_ids)
         self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = MidLayer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, len(draft_ids), bias=False)
-        in_draft = torch.zeros(config.vocab_size, dtype=torch.bool, device=draft_ids.device)
-        self.d2t: Tensor
-        self.t2d: Tensor
-        self.register_buffer("d2t", draft_ids - torch.arange(len(draft_ids), device=draft_ids.device))
-        self.register_buffer("t2d", in_draft.index_fill(0, draft_ids, True))
 
-    @property
-    def draft_ids(self) -> Tensor:
-        """Return the target ids of the draft vocabulary [D]."""
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+    @classmethod
+    def of_target(cls, target: LlamaForCausalLM, draft_ids: Tensor, intermediate_size: int | None) -> Self:
+        """Initialise a head from the target's last layer and output layer; `fc` selects the highest feature."""
+        config = copy.deepcopy(target.config)
+        config.intermediate_size = intermediate_size or config.intermediate_size
+        head, hidden, last = cls(config, draft_ids).to(draft_ids.device), config.hidden_size, target.model.layers[-1]
+        copy_layer(head.midlayer, last)
+        with torch.no_grad():
+            head.fc.weight.zero_()[:, 2 * hidden :] += torch.eye(hidden, device=draft_ids.device)
+            head.midlayer.input_layernorm.weight.fill_(1.0)
+            head.midlayer.hidden_norm.weight.copy_(last.input_layernorm.weight)
+            head.norm.weight.copy_(target.model.norm.weight)
+            head.lm_head.weight.copy_(target.lm_head.weight[draft_ids])
+        return head
+
+    def draft(self, batch: Batch, num_depths: int, generator: torch.Generator) -> Iterator[Drafted]:
+        """Draft from every start that reaches the answers; nothing is random."""
+        first = max(int(batch.is_answer_BN.any(0).nonzero()[0]) - num_depths, 0)
+        num_starts = batch.embeds_BNH.shape[1] - 1 - num_depths
+        hidden = self.fc(batch.features_BNF[:, :num_starts])
+        cache: list[KeyValue] = []
+        for s in range(num_depths):
+            begin = 1 + s if s == 0 else 1 + s + first
+            hidden = self.step(batch.embeds_BNH[:, begin : 1 + s + num_starts], hidden, cache, first)
+            window = slice(1 + s + first, 1 + s + num_starts)
+            is_answer = batch.is_answer_BN[:, window]
+            answers = send(is_answer.flatten().nonzero()[:, 0], hidden.device)
+            logits_AD = self.lm_head(self.norm(hidden.flatten(0, 1)[answers]))
+            yield Drafted(logits_AD, send(batch.index_BN[:, window][is_answer], hidden.device))
 
     def key_value_query(self, x: Tensor, offset: int) -> tuple[KeyValue, Tensor]:
         """Project and rotate x [B, T, 2H] at positions offset .. offset + T - 1."""
@@ -179,6 +167,32 @@ class TrainableEagle3Head(nn.Module):
             outputs.append(UnrolledStep(self.lm_head(self.norm(hidden)), target_logits[:, window]))
         return outputs
 
+    def to_json(self) -> dict:
+        """Return the Llama fields of the layer, and the size of the draft vocabulary."""
+        config = self.config
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "attention_bias": False,
+            "bos_token_id": config.bos_token_id,
+            "eos_token_id": config.eos_token_id,
+            "pad_token_id": config.eos_token_id if config.pad_token_id is None else config.pad_token_id,
+            "draft_vocab_size": len(self.d2t),
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_key_value_heads,
+            "head_dim": config.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": config.max_position_embeddings,
+            "rms_norm_eps": config.rms_norm_eps,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+        }
+
 
 class TargetView(NamedTuple):
     """The target's outputs that the head is trained on, for rows of tokens."""
@@ -229,7 +243,7 @@ def train_head(
     draft_ids = most_frequent_ids(corpus, own_text, target.config.vocab_size)
     head = TrainableEagle3Head(target.config, draft_ids).to(own_text.device)
     head.lm_head.weight.data.copy_(target.lm_head.weight[draft_ids])
-    optimisers = Optimisers(head, budget, "eagle3")
+    optimisers = Optimisers(head, budget.fraction, "eagle3")
     shape = BatchShape(num_rows=shapes.head.num_rows, length=min(shapes.head.length, own_text.shape[1]))
     while budget.fraction() < 1:
         tokens = mixed_batch(corpus, own_text, shape, optimisers.num_steps, own_every=2)
@@ -238,41 +252,3 @@ def train_head(
             outputs = head.unroll(*view, num_steps=shapes.num_unrolled)
         optimisers.step(unrolled_loss(outputs, head.t2d, head.draft_ids), tokens.numel())
     return Trained(head, optimisers.num_steps, optimisers.num_tokens)
-
-
-def head_config(config: LlamaConfig) -> dict:
-    """Return the head's config.json: the Llama fields of its layer, and the size of its vocabulary."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": False,
-        "bos_token_id": 0,
-        "eos_token_id": config.eos_token_id,
-        "pad_token_id": 3,
-        "draft_vocab_size": DRAFT_VOCAB_SIZE,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
-
-
-def save_head(head: TrainableEagle3Head, folder: Path) -> None:
-    """Write config.json and model.safetensors: bf16 weights, d2t int64 (differences), t2d bool."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
-        for name, tensor in head.state_dict().items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)
-    (folder / "config.json").write_text(json.dumps(head_config(head.config), indent=2) + "\n")

@@ -140,7 +140,7 @@ def train_target(corpus: Corpus, shapes: Shapes, budget: TimeBudget, device: tor
     """Train from scratch until the budget is spent."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(target_config()).to(device)
-    optimisers = Optimisers(model, budget, "target")
+    optimisers = Optimisers(model, budget.fraction, "target")
     while budget.fraction() < 1:
         is_long = optimisers.num_steps % shapes.long_every == shapes.long_every - 1
         shape = shapes.target_long if is_long else shapes.target
@@ -165,7 +165,7 @@ def train_draft(
     """Distil the target on the corpus and, every third batch, on its own text [num_texts, length]."""
     torch.manual_seed(1)
     model = LlamaForCausalLM(draft_config()).to(device)
-    optimisers = Optimisers(model, budget, "draft")
+    optimisers = Optimisers(model, budget.fraction, "draft")
     while budget.fraction() < 1:
         tokens = mixed_batch(corpus, own_text, shapes.draft, optimisers.num_steps, own_every=3)
         with mixed_precision(device):

@@ -22,7 +22,8 @@ import torch  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 
 from training.data import Corpus, load_corpus  # noqa: E402
-from training.eagle3 import TrainableEagle3Head, save_head, train_head  # noqa: E402
+from training.draft_head import save_head  # noqa: E402
+from training.eagle3 import TrainableEagle3Head, train_head  # noqa: E402
 from training.language_model import (  # noqa: E402
     CPU_SHAPES,
     CUDA_SHAPES,
