@@ -53,6 +53,8 @@ class ModelShard:
     item_bytes: int = 4
     saved_bytes: int = 0
     """The bytes that matrices in 8 bits save, in memory and each time they are read, over `item_bytes` a weight."""
+    pass_depth: int | None = None
+    """Tokens that one pass of a block head drafts. None for other drafters, which run a pass for each level."""
 
 
 def model_shards(config: EngineConfig) -> list[ModelShard]:
@@ -82,12 +84,14 @@ def model_shards(config: EngineConfig) -> list[ModelShard]:
     if method.weights == "target":
         shapes = {name: shape for name, shape in stored.items() if name.startswith(MTP_PREFIXES)}
     shapes = shapes or expected_shapes(spec, draft.model_path)
+    if spec.draft_vocab_size < spec.layers.vocab_size:  # some rows of the target's, if it is not the head's own
+        shapes.setdefault("lm_head.weight", (spec.draft_vocab_size, spec.layers.hidden_size))
     if method.reads_features:  # a head without an embedding or a vocabulary head uses the target's
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             if name in stored and name.removeprefix("model.") not in shapes:
                 shapes[name] = stored[name]
     own_shard = model_shard(shapes, spec.layers, config.draft_ranks, item, kv_item, sizes)
-    return [*found, replace(own_shard, workspace_bytes=beside)]
+    return [*found, replace(own_shard, workspace_bytes=beside, pass_depth=spec.max_depth)]
 
 
 def model_shard(

@@ -61,10 +61,14 @@ def _draft_ms(
 ) -> float:
     """Predict drafting.
 
-    A tree of n nodes counts as deep as allowed, as best-first trees nearly are. Its first level reads the tokens that
-    the last step committed, about two rows per request; the other levels share the nodes evenly.
+    A block head runs once, over the tokens that the last step committed, about two rows per request, and its slots.
+    Elsewhere a tree of n nodes counts as deep as allowed, as best-first trees nearly are. Its first level reads those
+    tokens; the other levels share the nodes evenly.
     """
     assert config.draft is not None
+    if shard.pass_depth is not None:
+        rows = batch * (2 + shard.pass_depth)
+        return forward_ms(shard, rows, config.draft_ranks, hardware) + batch * context * kv_token_ms(shard, hardware)
     depth = min(nodes, config.draft.tree.max_depth)
     first = forward_ms(shard, 2 * batch, config.draft_ranks, hardware)
     level = forward_ms(shard, batch * nodes / depth, config.draft_ranks, hardware)

@@ -19,7 +19,7 @@ def describe(name: str, config: EngineConfig, shards: list[ModelShard]) -> str:
         f"{name}: device {config.device}, {config.dtype}{kv_dtype}, up to {config.max_model_len} tokens "
         f"and {config.max_num_seqs} requests at once",
         f"target   {config.model_path}",
-        f"drafter  {_describe_draft(config)}",
+        f"drafter  {_describe_draft(config, shards[-1].pass_depth)}",
         "",
         _row("rank", "role", "bundle", "device", "weights", "KV per token"),
     ]
@@ -70,12 +70,13 @@ def describe(name: str, config: EngineConfig, shards: list[ModelShard]) -> str:
     return "\n".join(lines)
 
 
-def _describe_draft(config: EngineConfig) -> str:
+def _describe_draft(config: EngineConfig, pass_depth: int | None) -> str:
     draft = config.draft
     if draft is None:
         return "none: no speculation"
     tree = draft.tree
-    shape = f"{tree.kind} trees of up to {tree.num_speculative_tokens} nodes, depth {tree.max_depth}"
+    depth = min(tree.max_depth, pass_depth or tree.max_depth)
+    shape = f"{tree.kind} trees of up to {tree.num_speculative_tokens} nodes, depth {depth}"
     if not method_of(draft).is_model:
         lengths = f"{draft.prompt_lookup_min} to {draft.prompt_lookup_max} tokens"
         return f"n-gram lookup, matches of {lengths} ({draft.method}, {draft.placement}, {shape})"

@@ -48,6 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoints.write_model(root / "target", "qwen3", num_hidden_layers=3, **WIDE)
     checkpoints.write_model(root / "draft_model", "llama", num_hidden_layers=1, seed=1, **WIDE)
     checkpoints.write_eagle3(root / "eagle3", draft_vocab_size=1500, **WIDE)
+    checkpoints.write_block(root / "dspark", style="specforge", draft_vocab_size=1500, **WIDE)
     return root
 
 
@@ -183,7 +184,8 @@ def drafted(
     kernels = kernels_for(torch.device("cuda", 0), config.kernels, config.enforce_eager)
     assert config.draft is not None
     proposer: Any = methods.load_proposer(world_of(config, 1), specs, kernels)
-    drafter = Drafter(proposer, make_tree_policy(config.draft.tree), kernels=kernels)
+    max_depth = specs.draft.max_depth if specs.draft else None
+    drafter = Drafter(proposer, make_tree_policy(config.draft.tree), kernels=kernels, max_depth=max_depth)
     width = getattr(proposer, "width", 0)
     eager = measured.eager(
         *(
@@ -208,10 +210,11 @@ def test_a_drafter_takes_what_was_counted(
 
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["greedy", "coupled", "sampled"])
+@pytest.mark.parametrize("method", ["eagle3", "dspark"])
 def test_levels_without_a_graph_take_what_was_counted(
-    models: Path, monkeypatch: pytest.MonkeyPatch, which: int
+    models: Path, monkeypatch: pytest.MonkeyPatch, method: str, which: int
 ) -> None:
-    config = config_of(models, "eagle3", PLAIN, enforce_eager=True)
+    config = config_of(models, method, PLAIN, enforce_eager=True)
     with simulated_cuda() as cuda:
         counted, _, eager = drafted(cuda, monkeypatch, config, read_specs(config), which)
     assert_counted(counted.eager, eager, most=4.0)  # not all nodes are of one level

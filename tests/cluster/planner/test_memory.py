@@ -32,7 +32,7 @@ from secateur.plan import HARDWARE, Hardware, PlanRequest
 from tests.support import checkpoints
 from tests.support.engines import BUNDLED, DYNAMIC, bundled
 from verifier.hidden_states import max_buffered_states
-from workers.config import DraftConfig, EngineConfig
+from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.models.readers import read_spec
 
 PLAIN = Hardware(
@@ -265,6 +265,19 @@ def test_a_kv_cache_in_8_bits_holds_twice_the_pages_of_16(llama_8b: EngineConfig
     assert [4 * shard.token_bytes for shard in model_shards(drafted)] == [
         shard.token_bytes for shard in model_shards(replace(drafted, kv_cache_dtype="auto"))
     ]
+
+
+def test_a_block_head_drafts_its_block_in_one_pass(tmp_path: Path) -> None:
+    """Its trees are no deeper, and of a reduced vocabulary it multiplies with some of the target's rows."""
+    target = checkpoints.write_model(tmp_path / "target", "qwen3")
+    head = checkpoints.write_block(tmp_path / "head", style="specforge", block_size=5, draft_vocab_size=40)
+    draft = DraftConfig(method="dspark", model_path=str(head), tree=TreeConfig(max_depth=8))
+    found = model_shards(EngineConfig(model_path=str(target), draft=draft))
+    full = checkpoints.write_block(tmp_path / "full", style="specforge", block_size=5)
+    other = replace(draft, model_path=str(full))
+    more = model_shards(EngineConfig(model_path=str(target), draft=other))
+    assert more[1].matmul_items - found[1].matmul_items == (96 - 40) * (64 + 12)
+    assert "nodes, depth 5)" in describe("plan", EngineConfig(model_path=str(target), draft=draft), found)
 
 
 def test_a_drafter_takes_weights_states_and_pages_if_colocated() -> None:
