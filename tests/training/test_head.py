@@ -15,7 +15,8 @@ from training import answers, evaluate, head
 from training.batches import Rows, feature_layers, read_target
 from training.draft_head import DEPTH_DISCOUNT, acceptance_loss, save_head
 from training.dspark import BLOCK_SIZE, TrainableDSparkHead, sample_anchors
-from workers.models.block_format import ContextFusion, read_block_spec
+from workers.models.block_format import read_block_spec
+from workers.models.fusion import load_fusion
 from workers.models.readers import read_spec
 
 torch.set_num_threads(1)
@@ -126,7 +127,7 @@ def test_dspark_learns_the_logarithm_of_what_is_accepted(tmp_path: Path, target:
     spec = read_block_spec(tmp_path, read_spec(folder))
     assert (spec.draft_vocab_size, spec.max_depth, spec.tap_layers) == (14, BLOCK_SIZE, feature_layers(7))
     BlockHead.load(spec, tmp_path, folder)
-    ContextFusion.load(tmp_path, spec)
+    load_fusion(tmp_path, spec)
 
 
 def test_anchors_are_tokens_of_answers_that_are_followed_by_another() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.observe.answer_record import AnswerRecord
 from cluster.openai.deltas import deltas_of
-from cluster.openai.openai_format import ChatFormat, CompletionFormat, ResponseFormat, running_usage
+from cluster.openai.openai_format import ChatFormat, CompletionFormat, running_usage
 from cluster.openai.output_processor import Generation, TextDelta
 from cluster.text.answer_reader import AnswerReaders
 from cluster.text.tokenizer import Tokenizer
@@ -61,10 +61,10 @@ def chunks_of(tokenizer: Tokenizer, text: str, body: Any, size: int) -> list[Tok
     ]
 
 
-def formats(kind: str, fields: dict[str, Any], tokenizer: Tokenizer) -> tuple[Any, list[ResponseFormat]]:
+def formats(kind: str, fields: dict[str, Any], tokenizer: Tokenizer) -> tuple[Any, list[CompletionFormat] | list[ChatFormat]]:
     """Return a request, and the same format of its answers twice."""
     body: Any
-    twins: list[ResponseFormat]
+    twins: list[CompletionFormat] | list[ChatFormat]
     if kind == "completion":
         body = CompletionRequest.model_validate({"prompt": "a", "stream": True, **fields})
         twins = [CompletionFormat(body, "m", tokenizer) for _ in range(2)]

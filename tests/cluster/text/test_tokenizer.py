@@ -277,8 +277,8 @@ def test_a_stop_string_may_stay_in_the_text() -> None:
 
 def test_a_possible_stop_string_is_held_back() -> None:
     stops = StopStrings(["###"])
-    assert stops.feed("text ##").text == "text "
-    assert stops.feed("not").text == "##not"
+    assert stops.feed("text ##") == ("text ", None)
+    assert stops.feed("not") == ("##not", None)
 
 
 @pytest.mark.parametrize(
@@ -293,10 +293,10 @@ def test_a_possible_stop_string_is_held_back() -> None:
 )
 def test_a_stop_string_before_min_tokens_does_not_stop(early: str, late: str, expected: tuple[str, str | None]) -> None:
     stops = StopStrings(["two", "b", "abc"])
-    first = stops.feed(early, may_stop=False)
-    second = stops.feed(late)
-    rest = "" if second.stop else stops.flush()
-    assert (first.text + second.text + rest, second.stop) == expected
+    first, _ = stops.feed(early, may_stop=False)
+    second, stop = stops.feed(late)
+    rest = "" if stop else stops.flush()
+    assert (first + second + rest, stop) == expected
 
 
 @pytest.mark.parametrize("seed", range(200))
