@@ -89,7 +89,7 @@ def fake_service(
         fake = FakeEngine(address, script, eos=config.eos_token_ids, **(engine or {}))
         if "before_step" not in (engine or {}):
             fake.before_step = lambda: wait_read(client, fake)
-        await client.wait_ready(10)
+        await client.wait_ready(60)
         names = {"model_ids": ("fake-model",), "replica": "fake-replica", **settings}
         tokenizer_pool = TokenizerPool(tokenizer, num_workers=2, parent=parent)
         tokenizer_pool.begin()

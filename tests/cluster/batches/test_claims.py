@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.batches import batches, files
+from cluster.batches import database as database_module
 from cluster.batches.batches import LEASE_S, Claim, LineAnswer
 from cluster.batches.database import BatchDatabase
 from cluster.errors import HttpError
@@ -152,6 +153,19 @@ async def test_a_transaction_that_fails_changes_nothing(database: BatchDatabase)
     with pytest.raises(OSError, match="no space"):
         await database.run(breaks)
     assert await database.run(claimed, "b") is not None
+
+
+async def test_a_long_read_keeps_no_transaction_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database_module, "BUSY_S", 0.1)
+    database = BatchDatabase(tmp_path / "batches.sqlite3")
+    await database.open()
+    for _ in range(3):
+        await database.run(created)
+    with database.reader() as db:
+        rows = db.execute("SELECT id FROM batches")
+        assert next(rows)
+        await database.run(created)
+    await database.close()
 
 
 async def test_a_folder_of_another_version_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from starlette import formparsers
 
 from cluster.batches import input_lines, runner
+from cluster.batches.runner import Post
 from cluster.http import limits, uploads
 from secateur.api_keys import ApiKey
 from secateur.batches_api import BatchObject
@@ -109,6 +111,7 @@ def test_a_batch_answers_every_line_in_openais_form(api: httpx2.Client) -> None:
     made = api.get(f"/v1/files/{batch['output_file_id']}").json()
     assert made["id"].startswith("file-")
     assert (made["purpose"], made["filename"]) == ("batch_output", f"{batch['id']}_output.jsonl")
+    assert api.get(f"/v1/files/{batch['error_file_id']}").json()["filename"] == f"{batch['id']}_error.jsonl"
     assert len(api.get(f"/v1/files/{made['id']}/content").content) == made["bytes"]
     [old] = [each for each in api.get("/v1/batches").json()["data"] if each["id"] == batch["id"]]
     assert openai.types.Batch.model_validate(batch, strict=True).request_counts.total == 21
@@ -323,12 +326,19 @@ def test_files_are_listed_by_pages_and_deleted(own: Own, tmp_path: Path) -> None
         assert http.get(f"/v1/files/{ids[3]}/content").content == b"line 3\n"
         assert http.delete(f"/v1/files/{ids[3]}").json() == {"id": ids[3], "object": "file", "deleted": True}
         assert http.get(f"/v1/files/{ids[3]}").status_code == http.delete(f"/v1/files/{ids[3]}").status_code == 404
-        assert (tmp_path / "new" / "folder").stat().st_mode & 0o077 == 0
-        assert {path.name for path in (tmp_path / "new" / "folder" / "files").iterdir()} == {*ids} - {ids[3]}
+        folder = tmp_path / "new" / "folder"
+        assert folder.stat().st_mode & 0o077 == (folder / "files").stat().st_mode & 0o077 == 0
+        assert {path.name for path in (folder / "files").iterdir()} == {*ids} - {ids[3]}
         for query, words in (("limit=0", "greater than or equal to 1"), ("order=up", "asc"), ("limit=a", "integer")):
             response = http.get(f"/v1/files?{query}")
             assert (response.status_code, error_of(response)["param"]) == (400, query.partition("=")[0])
             assert words in error_of(response)["message"]
+
+
+def test_an_uploaded_file_has_the_life_that_was_asked_for(api: httpx2.Client) -> None:
+    asked = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "5000"}
+    made = upload(api, b"a", **asked).raise_for_status().json()
+    assert made["expires_at"] == made["created_at"] + 5000
 
 
 def test_batches_are_listed_by_pages_the_newest_first(own: Own, tmp_path: Path) -> None:
@@ -480,7 +490,8 @@ def test_a_cancelled_batch_keeps_its_answers(own: Own, tmp_path: Path, script: S
         assert {answer["error"]["code"] for answer in failed} == {"batch_cancelled"}
         assert sorted(answer["custom_id"] for answer in good + failed) == sorted(ids)
         again = http.post(f"/v1/batches/{batch['id']}/cancel")
-        assert again.status_code == 409 and "cancelled" in error_of(again)["message"]
+        error = error_of(again)
+        assert (again.status_code, error["code"]) == (409, "batch_not_cancellable") and "cancelled" in error["message"]
         assert http.delete(f"/v1/files/{batch['input_file_id']}").status_code == 200
 
 
@@ -559,24 +570,76 @@ def test_what_an_engine_was_lost_with_is_answered_by_another_service_exactly_onc
         assert [answer["custom_id"] for answer in answers] == [str(n) for n in range(50)]
 
 
-def test_a_line_that_engines_are_lost_with_again_and_again_gets_an_error(
-    own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@contextmanager
+def posting(running: FakeService, post: Post) -> Iterator[None]:
+    """Let a service's runner send its lines to this function."""
+    assert running.service.batches is not None
+    batch_runner = running.service.batches._runner
+    assert batch_runner is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch_runner, "_backend", batch_runner._backend._replace(post=post))
+        yield
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"), [(None, "request_lost"), (RuntimeError("a bug"), "server_error")], ids=["lost", "raised"]
+)
+def test_a_line_that_gets_no_answer_gets_an_error(
+    own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception | None, code: str
 ) -> None:
+    """Engines are lost with it again and again, or the route raises."""
     monkeypatch.setattr(runner, "RETRY_S", 0.01)
     running = own(batch_dir=tmp_path)
 
     async def lost(*_: Any, **__: Any) -> Any:
+        if failure is not None:
+            raise failure
         return httpx2.Response(503, text="{}")
 
-    batch_runner = running.service.batches._runner
-    monkeypatch.setattr(batch_runner, "_backend", batch_runner._backend._replace(post=lost))
-    with running.http() as http:
+    with posting(running, lost), running.http() as http:
         batch = ended(http, create(http, jsonl(line("a"), line("b")))["id"])
         assert batch["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
-        assert [each["error"]["code"] for each in content(http, batch["error_file_id"])] == ["request_lost"] * 2
+        assert [each["error"]["code"] for each in content(http, batch["error_file_id"])] == [code] * 2
 
 
-def test_the_next_batch_begins_when_all_lines_of_the_first_have_begun(own: Own, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("headers", "retry_s"), [({"retry-after": "0"}, 3600.0), ({}, 0.01)], ids=["told", "untold"])
+def test_a_line_that_is_refused_is_sent_again_after_the_time_that_the_refusal_names(
+    own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], retry_s: float
+) -> None:
+    monkeypatch.setattr(runner, "RETRY_S", retry_s)
+    running = own(batch_dir=tmp_path)
+    refusals = [httpx2.Response(429, headers=headers) for _ in range(3)]
+
+    async def busy(*_: Any, **__: Any) -> httpx2.Response:
+        return refusals.pop() if refusals else httpx2.Response(200, text="{}")
+
+    with posting(running, busy), running.http() as http:
+        batch = ended(http, create(http, jsonl(line("a")))["id"])
+        assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0} and not refusals
+
+
+@pytest.mark.parametrize(
+    ("body", "num_choices"),
+    [
+        ({"prompt": "ab"}, 1),
+        ({"prompt": [5, 6]}, 1),
+        ({"prompt": ["ab", "c"], "n": 3}, 6),
+        ({"prompt": [[5], [6, 7]]}, 2),
+        ({"messages": [{}, {}, {}], "n": 2}, 2),
+        ({"prompt": [], "n": -1}, 1),
+        ({"n": True}, 1),
+    ],
+)
+def test_a_line_takes_the_place_of_all_its_answers(body: dict[str, Any], num_choices: int) -> None:
+    assert runner.choices_of(body) == num_choices
+
+
+def test_the_next_batch_begins_when_all_lines_of_the_first_have_begun(
+    own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And at once: a runner that looked for work now and then, or had to try again, would look in an hour."""
+    monkeypatch.setattr(runner, "POLL_S", 3600.0)
+    monkeypatch.setattr(runner, "RETRY_S", 3600.0)
     running = own(batch_dir=tmp_path)
     with running.http() as http:
         running.engine.hold.set()
