@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -122,6 +123,23 @@ def test_an_invalid_draft_tp_is_an_error_with_the_valid_values():
     assert done.returncode == 2 and done.stdout == ""
     assert "draft_tensor_parallel_size=3, tensor_parallel_size=4): use 1 or 4" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_service_with_several_fronts_needs_no_ray_and_none_is_for_a_cluster(cluster, monkeypatch, capsys):
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(signal, "pause", lambda: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    try:
+        assert cli.main(["serve", "-asc", "2"]) == 0
+    finally:
+        for number, handler in signals.items():
+            signal.signal(number, handler)
+    [(name, args)] = cluster
+    assert name == "local_service" and args.api_server_count == 2
+    assert "serves secateur-bundled at http://local/v1" in capsys.readouterr().out
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert cli.main(["serve", "--api-server-count", "2"]) == 2
+    assert "set num_replicas" in capsys.readouterr().err and len(cluster) == 1
 
 
 @pytest.mark.parametrize(
