@@ -89,7 +89,7 @@ def decide(tree: Tree, laws: Laws, rule: Rule, coin: Coin) -> Decision:
             assert decision is not None, "the root always accepts"
             return decision
         case _:
-            raise ValueError(f"{rule.name} is not a rejection rule; verify these trees with `accept`")
+            raise ValueError(f"{rule.name} is not a rejection rule; verify these trees with `walk`")
 
 
 def _descend(tree: Tree, laws: Laws, coin: Coin, children: list[list[int]]) -> Decision:

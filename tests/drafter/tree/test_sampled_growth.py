@@ -19,7 +19,7 @@ from drafter.tree.score import score
 from tests.support import draft_costs, oracles
 from tests.support.growing import grow
 from tests.support.oracles import Path
-from verifier.acceptance.coupled import accept
+from tests.support.verdicts import accept
 from workers.settings import Rule, SamplingSettings
 from workers.types import DraftCosts, DraftProbs, NodeKind, SamplingBatch, TreeBatch
 

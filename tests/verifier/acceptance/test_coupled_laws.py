@@ -28,7 +28,8 @@ from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy, TreePolicy
 from tests.support import oracles
 from tests.support.growing import grow
 from tests.support.oracles import SMALL_V, Path, distance, draft_logits, product_law, target_logits
-from verifier.acceptance.coupled import accept, walk
+from tests.support.verdicts import accept
+from verifier.acceptance.coupled import walk
 from workers.sampling.sampler import draw
 from workers.settings import SamplingSettings
 from workers.types import SamplingBatch, TreeBatch, Verdict

@@ -15,7 +15,8 @@ from drafter.tree.sample import DrawBits, Support, draw_children
 from tests.support import oracles
 from tests.support.oracles import Path
 from tests.support.sampled_trees import CHAIN, FIXED, TREE, Drafted, draft, pack
-from verifier.acceptance.coupled import accept, walk
+from tests.support.verdicts import accept
+from verifier.acceptance.coupled import walk
 from verifier.acceptance.rejection import Residual, RowLaw, Tree, accept_rejection, decide
 from workers.sampling.philox import Stream, uniform
 from workers.sampling.sampler import process_logits
