@@ -14,9 +14,9 @@ There are two algorithms, because a threshold and a budget ask for different tre
   `best_first.BestFirstGrowth`   keeps the best candidates of the whole tree. It accepts more tokens with as many nodes,
                                  and serves dynamic trees under `auto` unless they are sampled.
 
-`best_first_device.grow_on_device` is either of them again, in static shapes that a CUDA graph can hold: all levels of
-all trees in one replay (`drafter.tree.tree_graphs`), where all requests of the message are as the service is configured
-and none is sampled.
+`triton_growth.grow_on_device` is either of them again, in static shapes that a CUDA graph can hold: all levels of all
+trees in one replay (`drafter.tree.tree_graphs`), where all requests of the message are as the service is configured and
+none is sampled.
 
 At the end, one cut through all trees under `auto` drops the nodes that cost more to verify than they are worth
 (`drafter.tree.cost_model`). Sampled trees are never cut: their budgets are set before anything is drawn.

@@ -59,16 +59,6 @@ class ChildScores(NamedTuple):
         return self._replace(weight_FK=np.where(is_dead_F[:, None], np.float32(0), self.weight_FK), support=support)
 
 
-class TopChildren(NamedTuple):
-    """The candidate children of F nodes, best first, before they come to the host."""
-
-    token_FK: Tensor
-    weight_FK: Tensor
-    prob_FK: Tensor
-    top_prob_F: Tensor
-    column_FK: Tensor  # int64, the tokens' columns in the logits
-
-
 def score(
     draft: Tensor | NgramCandidates,
     params: SamplingBatch,
@@ -93,7 +83,13 @@ def score(
     if isinstance(draft, NgramCandidates):
         return _score_candidates(draft, params, kind_F, index_F, num_children)
     device = draft.device
-    log_q = draft_log_probs(draft, params.to(device), kernels, has_truncation=has_truncation)
+    log_q = process_logits_static(
+        draft,
+        params.to(device),
+        has_min_p=has_truncation,
+        has_top=has_truncation,
+        threshold=kernels.truncation_threshold,
+    ).log_softmax(-1)
     is_sampled_F = kind_F == NodeKind.SAMPLED.value
     if is_sampled_F.all():
         return _score_sampled(log_q, params.temperature_B, num_children, vocab)
@@ -104,25 +100,19 @@ def score(
         if not noisy_F.all():
             scored = torch.where(to_device(noisy_F, device)[:, None], scored, log_q)
     tau_F = to_device(confidence_tau(params.temperature_B.numpy(), rule_F == Rule.COUPLED.value), device)
-    top = top_children(log_q, scored, tau_F, num_children, vocab, kernels)
-    token_FK, weight_FK, prob_FK, top_prob_F = to_host(*top[:4])
+    top = kernels.top_k(scored, num_children, tau_F)
+    token_FK, weight_FK, prob_FK, top_prob_F = to_host(
+        top.index_RK if vocab.target_ids is None else vocab.target_ids[top.index_RK],
+        torch.exp(top.value_RK / tau_F[:, None] - top.lse_R[:, None]),
+        log_q.gather(-1, top.index_RK).exp(),
+        log_q.amax(-1).exp(),
+    )
     support = None
     if is_sampled_F.any():
         rows = torch.from_numpy(np.flatnonzero(is_sampled_F))
         sampled = _score_sampled(log_q[to_device(rows, device)], params.temperature_B[rows], weight_FK.shape[1], vocab)
         support, weight_FK[is_sampled_F] = sampled.support, sampled.weight_FK
     return ChildScores(token_FK, weight_FK, prob_FK, top_prob_F, kind_F, support)
-
-
-def draft_log_probs(logits_FV: Tensor, params: SamplingBatch, kernels: Kernels, *, has_truncation: bool) -> Tensor:
-    """Return log q after temperature and truncation; no value is read on the host."""
-    return process_logits_static(
-        logits_FV,
-        params,
-        has_min_p=has_truncation,
-        has_top=has_truncation,
-        threshold=kernels.truncation_threshold,
-    ).log_softmax(-1)
 
 
 def confidence_tau(temperature_F: np.ndarray, is_coupled_F: np.ndarray) -> np.ndarray:
@@ -139,25 +129,6 @@ def confidence_tau(temperature_F: np.ndarray, is_coupled_F: np.ndarray) -> np.nd
     is_hot_F = temperature_F > 0
     tau_F = np.maximum(COLD_TAU / np.where(is_hot_F, temperature_F, 1), CONFIDENCE_TAU)
     return np.where(is_hot_F & ~is_coupled_F, 1, tau_F).astype(np.float32)
-
-
-def top_children(
-    log_q_FV: Tensor,
-    scored_FV: Tensor,
-    tau_F: Tensor,
-    num_children: int,
-    vocab: DraftVocabulary,
-    kernels: Kernels,
-) -> TopChildren:
-    """Return the children of largest score, with weights softmax(score / tau); no value is read on the host."""
-    top = kernels.top_k(scored_FV, num_children, tau_F)
-    return TopChildren(
-        token_FK=top.index_RK if vocab.target_ids is None else vocab.target_ids[top.index_RK],
-        weight_FK=torch.exp(top.value_RK / tau_F[:, None] - top.lse_R[:, None]),
-        prob_FK=log_q_FV.gather(-1, top.index_RK).exp(),
-        top_prob_F=log_q_FV.amax(-1).exp(),
-        column_FK=top.index_RK,
-    )
 
 
 def _score_sampled(log_q: Tensor, temperature_F: Tensor, num_children: int, vocab: DraftVocabulary) -> ChildScores:

@@ -20,14 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafter.tree.best_first_device import (
-    GrowInputs,
-    Levels,
-    StaticOptions,
-    TorchLevels,
-    grow_on_device,
-)
-from drafter.tree.device_rows import RowParameters, StaticShape
+from drafter.tree.device import PARAMETERS, GrowInputs, StaticOptions, parameter_columns, static_rows
 from drafter.tree.frontier import DraftVocabulary, TreeNodes, TreeRequests, TreeRoots, UnprunedTrees
 from drafter.tree.score import child_kinds
 from workers.config import EngineConfig
@@ -46,7 +39,7 @@ _LOGITS_EDITS = ((False, False), (True, False), (True, True))
 _NO_BASE = 1
 """The root's slot of a padding request, never before a model's first slot."""
 
-_TABLE_ROW_BYTES = 8 * len(RowParameters._fields)
+_TABLE_ROW_BYTES = 8 * len(PARAMETERS)
 
 _NO_PENALTIES = np.array([[1.0, 0.0, 0.0]])
 """Repetition, frequency and presence."""
@@ -66,15 +59,6 @@ def buckets(max_requests: int, num_nodes: int, vocab_size: int) -> list[int]:
         for requests in (top >> i for i in range(top.bit_length()))
         if requests * num_nodes <= min(MAX_ROWS, MAX_LOGITS // vocab_size)
     ]
-
-
-def make_levels(inputs: GrowInputs, options: StaticOptions) -> Levels:
-    """Return the levels in Triton if the kernels are, otherwise in torch."""
-    if options.kernels.NAME != "triton":
-        return TorchLevels(inputs, options)
-    from drafter.tree.triton_growth import TritonLevels  # torch kernels do not need Triton
-
-    return TritonLevels(inputs, options)
 
 
 class TreeGraphs:
@@ -110,7 +94,7 @@ class TreeGraphs:
         self._tree, self._vocab, self._kernels = config.draft.tree, vocab, kernels
         self._table_width = config.pages_for(config.max_model_len)
         device = example_1X.device
-        self._shape = StaticShape(self._tree.paths, device) if self._tree.paths else None
+        self._static_4R = static_rows(self._tree.paths, device) if self._tree.paths else None
         sizes = buckets(config.max_num_seqs, self._tree.num_speculative_tokens, vocab.size)
         if self._tree.paths and vocab.size < self._tree.num_children:
             sizes = []
@@ -144,7 +128,7 @@ class TreeGraphs:
         has_thresholds = any(column_B.any() for column_B in limits.rules.values)
         if (
             limits.is_sampled_B.any()
-            or (self._shape is not None and (has_thresholds or trees.traced_B is not None))
+            or (self._static_4R is not None and (has_thresholds or trees.traced_B is not None))
             or (limits.is_auto_B.any() and not limits.is_auto_B.all())
         ):
             return None
@@ -188,7 +172,8 @@ class TreeGraphs:
         sent = torch.zeros(_odds_bytes(num_levels) + _TABLE_ROW_BYTES * num_requests, dtype=torch.uint8)
         own_log_odds_D, table = (view.numpy() for view in _views(sent, num_levels))
         log_odds_D.numpy().take(range(num_levels), axis=0, out=own_log_odds_D, mode="clip")
-        RowParameters.fill(table[:num_trees], trees, position_G, has_noise_G, penalties_G3)
+        for column, values_G in enumerate(parameter_columns(trees, position_G, has_noise_G, penalties_G3)):
+            table[:num_trees, column] = values_G
         self._sent[: len(sent)].copy_(sent, non_blocking=True)
         self._fill_noise(has_noise_G.nonzero()[0], trees)
         if has_penalties:
@@ -218,6 +203,8 @@ class TreeGraphs:
 
     def _grow_padded(self, num_requests: int, has_truncation: bool, has_penalties: bool) -> Tensor:
         """Return token, parent, depth, weight and path_prob of every row, float64 [B, 5, R]. A graph captures this."""
+        from drafter.tree.triton_growth import grow_on_device  # torch kernels, which capture none, need no Triton
+
         plan = self._plans[num_requests]
 
         def read(token_BN: Tensor, in_BNH: Tensor, position_BN: Tensor, ancestors_BN: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,7 +218,7 @@ class TreeGraphs:
             kernels=self._kernels,
             has_truncation=has_truncation,
             has_penalties=has_penalties,
-            shape=self._shape,
+            static_4R=self._static_4R,
         )
         inputs = GrowInputs(
             features_BH=self._features_BH[:num_requests],
@@ -239,12 +226,9 @@ class TreeGraphs:
             count_BV=self._count_BV[:num_requests],
             table=self._parameters[:num_requests],
             log_odds_D=self._odds_D,
-            num_nodes=self._tree.num_speculative_tokens,
         )
-        levels = make_levels(inputs, options)
-        roots_BV = self._root_logits(self._hidden_BX[:num_requests])
-        grow_on_device(levels, roots_BV, read, self._tree.longest_path)
-        return torch.stack([field.double() for field in levels.nodes[:5]], dim=1)
+        nodes = grow_on_device(inputs, options, self._root_logits(self._hidden_BX[:num_requests]), read)
+        return torch.stack([field.double() for field in nodes[:5]], dim=1)
 
     def _fill_noise(self, noisy: np.ndarray, trees: TreeRequests) -> None:
         """Fill in the noise of the requests `noisy`: the children of depth-d nodes stand for index root + d."""
@@ -298,4 +282,4 @@ def _odds_bytes(num_levels: int) -> int:
 def _views(sent: Tensor, num_levels: int) -> tuple[Tensor, Tensor]:
     """Return what is sent to a graph, uint8, as the calibration [D] and the table of its requests."""
     odds, table = sent.tensor_split([_odds_bytes(num_levels)])
-    return odds.view(torch.float32)[:num_levels], table.view(torch.float64).view(-1, len(RowParameters._fields))
+    return odds.view(torch.float32)[:num_levels], table.view(torch.float64).view(-1, len(PARAMETERS))

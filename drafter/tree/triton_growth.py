@@ -1,56 +1,71 @@
-"""A level of best-first growth in Triton: the counterpart of `drafter.tree.best_first_device.TorchLevels`.
+"""Growth on the device in Triton, in the shapes of `drafter.tree.device`: the trees that grow on the host as well.
 
-Three launches a level replace about eighty, and a fourth collects the features that the draft model reads next:
+Three launches a level, and a fourth that collects the features which the draft model reads next:
 
     _best_of_block       a program per row and block of columns: its best children, and its part of both sums
     _score_children     a program per row: the best of the blocks, their weights and path probabilities
     _keep_best          a program per request: ranks tree and children, keeps the best, renumbers their rows
+    _place_static       the same of static trees, whose rows never move: fills in those of the new level
     _gather_features    a program per row: the feature of its parent, wherever the parent's row was
-
-Static trees have another third step (`drafter.tree.triton_rows`).
 
 With truncation or penalties, `_penalize` and `_mask_min_p` edit the logits first, a program per row and block.
 
 Ranks are counted, not sorted: a candidate's rank is the number of better ones, which needs no memory between threads.
 
-Legend: B requests, N nodes of a tree, R = 1 + N rows, F rows that are scored, K children, C = R + F K candidates,
-D levels, V draft vocabulary, S blocks of a row, H width of a feature.
+Legend: B requests, N nodes of a tree, R = 1 + N rows, F rows that are scored (the root, then all rows but the root),
+K children, C = F K children of a level, D levels, V draft vocabulary, S blocks of a row, H width of a feature.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from drafter.tree.best_first_device import GrowInputs, StaticOptions
-from drafter.tree.device_rows import Candidates, NodeTensors, RowInputs
-from drafter.tree.triton_rows import TritonStaticRows
+from drafter.tree.device import PARAMETERS, GrowInputs, NodeTensors, ReadRows, RowInputs, StaticOptions
 from workers.kernels.triton_sampling import _log
 
 _BLOCK = 2048
 _FEATURE_BLOCK = 1024
 
 
-class TritonLevels:
-    """See `drafter.tree.best_first_device.Levels`."""
+def grow_on_device(inputs: GrowInputs, options: StaticOptions, roots_BV: Tensor, read: ReadRows) -> NodeTensors:
+    """Grow the trees; no value is read on the host. roots_BV: the draft's logits at each root."""
+    levels = _Levels(inputs, options)
+    rows = hidden_BNH = None
+    logits_BFV = roots_BV[:, None]
+    for depth in range(options.tree.longest_path):
+        if rows is not None:
+            feature_BNH = levels.features(rows, hidden_BNH)
+            hidden_BNH, logits_BFV = read(rows.token, feature_BNH, rows.position, rows.ancestors)
+        rows = levels.add(logits_BFV, depth)
+    assert levels.nodes is not None
+    return levels.nodes
+
+
+class _Children(NamedTuple):
+    """A level's candidate children, in the order of their parents. A weight of 0 = not to be drafted."""
+
+    fields_2BC: Tensor  # int64 token, column
+    weight_BC: Tensor  # float32
+    path_prob_BC: Tensor  # float64
+
+
+class _Levels:
+    """Trees that grow level by level. nodes: the trees so far; None = roots, which the kernels read from the table."""
 
     def __init__(self, inputs: GrowInputs, options: StaticOptions) -> None:
         self._inputs, self._options = inputs, options
         self._num_nodes = options.tree.num_speculative_tokens
-        self._static = None if options.shape is None else TritonStaticRows(options.shape, inputs.table)
-        self._nodes: NodeTensors | None = None  # the first level's launches read roots from the table
+        self._num_children = min(options.tree.num_children, options.vocab.size)
+        self.nodes: NodeTensors | None = None
         self._rows: RowInputs | None = None
 
-    @property
-    def nodes(self) -> NodeTensors:
-        """See `Levels`."""
-        assert self._nodes is not None
-        return self._nodes
-
     def features(self, rows: RowInputs, hidden_BNH: Tensor | None) -> Tensor:
-        """See `Levels`."""
+        """Return the feature of each row's parent [B, N, H]. hidden_BNH: of the level before; None behind the roots."""
         features_BH = self._inputs.features_BH
         (B, H), N = features_BH.shape, self._num_nodes
         out_BNH = features_BH.new_empty(B, N, H)
@@ -63,11 +78,20 @@ class TritonLevels:
         return out_BNH
 
     def add(self, logits_BFV: Tensor, depth: int) -> RowInputs:
-        """See `Levels`."""
-        inputs, options = self._inputs, self._options
+        """Add the children of the nodes of this depth, and return the inputs of the new rows.
+
+        logits_BFV: at the roots (depth 0, F = 1), or at all other rows (F = N).
+        """
+        children = self._scored(logits_BFV, depth)
+        is_static = self._options.static_4R is not None
+        self.nodes, self._rows = (self._placed if is_static else self._best)(children, depth)
+        return self._rows
+
+    def _scored(self, logits_BFV: Tensor, depth: int) -> _Children:
+        """Return the children of the nodes of this depth."""
+        inputs, options, old = self._inputs, self._options, self.nodes
         B, F, V = logits_BFV.shape
-        N, K, device = self._num_nodes, min(options.tree.num_children, V), logits_BFV.device
-        R = 1 + N
+        K, device = self._num_children, logits_BFV.device
         splits = triton.cdiv(V, _BLOCK)
         floor_F = table = inputs.table
         if is_processed := options.has_truncation or options.has_penalties:
@@ -82,42 +106,64 @@ class TritonLevels:
             logits_BFV, noise_BV, table, floor_F, value_2, column, sums_3, V, noise_BV.stride(0), width, F, splits, K,
             IS_PROCESSED=is_processed, BLOCK=_BLOCK,
         )  # fmt: skip
-        child_2 = torch.empty(2, B, F * K, dtype=torch.int64, device=device)  # token, column
-        weight_BC = torch.empty(B, F * K, dtype=torch.float32, device=device)
-        path_prob_BC = torch.empty(B, F * K, dtype=torch.float64, device=device)
-        old = self._nodes
-        is_first = depth == 0
-        depth_BR, old_weight_BR, old_path_prob_BR = (
-            (column, weight_BC, path_prob_BC) if old is None else (old.depth, old.weight, old.path_prob)
+        children = _Children(
+            torch.empty(2, B, F * K, dtype=torch.int64, device=device),
+            torch.empty(B, F * K, dtype=torch.float32, device=device),
+            torch.empty(B, F * K, dtype=torch.float64, device=device),
         )
+        parents = (column, *children[1:]) if old is None else (old.depth, old.weight, old.path_prob)
         ids = options.vocab.target_ids
         _score_children[(B * F,)](
             value_2, column, sums_3, table, inputs.log_odds_D[depth], column if ids is None else ids,
-            depth_BR, old_weight_BR, old_path_prob_BR, child_2, weight_BC, path_prob_BC,
-            width, F, splits, K, R, B * F * K, depth,
-            IS_FIRST=is_first, HAS_IDS=ids is not None,
+            *parents, *children, width, F, splits, K, 1 + self._num_nodes, B * F * K, depth,
+            IS_FIRST=old is None, HAS_IDS=ids is not None,
             FOUND=triton.next_power_of_2(splits * K), SPLITS=triton.next_power_of_2(splits),
         )  # fmt: skip
-        if self._static is not None:
-            self._rows = self._static.place(Candidates(child_2[0], weight_BC, path_prob_BC, child_2[1]), depth)
-            self._nodes = self._static.nodes
-            return self._rows
+        return children
+
+    def _best(self, children: _Children, depth: int) -> tuple[NodeTensors, RowInputs]:
+        """Return the best of tree and children."""
+        old, table, device = self.nodes, self._inputs.table, children.weight_BC.device
+        (B, C), N, K = children.weight_BC.shape, self._num_nodes, self._num_children
+        R = 1 + N
         state_5 = torch.empty(5, B, R, dtype=torch.int64, device=device)  # token, parent, depth, column, ancestors
         weight_BR = torch.empty(B, R, dtype=torch.float32, device=device)
         path_prob_BR = torch.empty(B, R, dtype=torch.float64, device=device)
-        rows_4 = torch.empty(4, B, N, dtype=torch.int64, device=device)  # token, position, ancestors, old parent
+        rows_4 = torch.empty(4, B, N, dtype=torch.int64, device=device)  # see `RowInputs`
         new_row_BR = torch.empty(B, R, dtype=torch.int64, device=device)
+        tree = (state_5, *children[1:]) if old is None else (old.token, old.weight, old.path_prob)
         _keep_best[(B,)](
-            state_5 if old is None else old.token, old_weight_BR, old_path_prob_BR,
-            child_2, weight_BC, path_prob_BC, table,
-            state_5, weight_BR, path_prob_BR, rows_4, new_row_BR,
-            width, B, N, F * K, K, depth,
-            IS_FIRST=is_first, ROWS=triton.next_power_of_2(R), CANDIDATES=triton.next_power_of_2(R + F * K), CHUNK=16,
+            *tree, *children, table, state_5, weight_BR, path_prob_BR, rows_4, new_row_BR,
+            table.shape[1], B, N, C, K, depth,
+            IS_FIRST=old is None, ROWS=triton.next_power_of_2(R), CANDIDATES=triton.next_power_of_2(R + C), CHUNK=16,
         )  # fmt: skip
-        token, parent, depths, column_BR, _ = state_5.unbind(0)
-        self._nodes = NodeTensors(token, parent, depths, weight_BR, path_prob_BR, column_BR)
-        self._rows = RowInputs(*rows_4.unbind(0))
-        return self._rows
+        token, parent, depth_BR, column, _ = state_5.unbind(0)
+        nodes = NodeTensors(token, parent, depth_BR, weight_BR, path_prob_BR, column)
+        return nodes, RowInputs(*rows_4.unbind(0))
+
+    def _placed(self, children: _Children, depth: int) -> tuple[NodeTensors, RowInputs]:
+        """Return a static tree with the children in their rows.
+
+        The first level writes all rows: the root, and those of later levels as they are without a node. The others
+        write the new rows alone, into the same tensors.
+        """
+        table, device = self._inputs.table, children.weight_BC.device
+        (B, C), N = children.weight_BC.shape, self._num_nodes
+        if self.nodes is None:
+            self._state_4 = torch.empty(4, B, 1 + N, dtype=torch.int64, device=device)  # token, parent, depth, column
+            self._rows_4 = torch.empty(4, B, N, dtype=torch.int64, device=device)
+            weight_BR = torch.empty(B, 1 + N, dtype=torch.float32, device=device)
+            path_prob_BR = torch.empty(B, 1 + N, dtype=torch.float64, device=device)
+        else:
+            weight_BR, path_prob_BR = self.nodes.weight, self.nodes.path_prob
+        _place_static[(B,)](
+            *children, table, self._options.static_4R, self._state_4, weight_BR, path_prob_BR, self._rows_4,
+            table.shape[1], B, N, C, depth,
+            IS_FIRST=depth == 0, ROWS=triton.next_power_of_2(1 + N),
+        )  # fmt: skip
+        token, parent, depth_BR, column = self._state_4.unbind(0)
+        nodes = NodeTensors(token, parent, depth_BR, weight_BR, path_prob_BR, column)
+        return nodes, RowInputs(*self._rows_4.unbind(0))
 
     def _processed(self, logits_BFV: Tensor, splits: int) -> tuple[Tensor, Tensor]:
         """Return the logits after penalties, temperature and min-p, and the threshold of top-k and top-p [B F]."""
@@ -131,7 +177,7 @@ class TritonLevels:
         top_p_F = torch.empty(B * F, dtype=torch.float32, device=device)
         _penalize[(B * F, splits)](
             logits_BFV, count_BV, table if rows is None else rows.ancestors,
-            table if self._nodes is None else self._nodes.column, table, x_FV, maxima, top_k_F, top_p_F,
+            table if self.nodes is None else self.nodes.column, table, x_FV, maxima, top_k_F, top_p_F,
             V, count_BV.stride(0), table.shape[1], F, self._num_nodes, splits,
             HAS_PENALTIES=options.has_penalties, IS_FIRST=rows is None, BLOCK=_BLOCK,
         )  # fmt: skip
@@ -141,9 +187,10 @@ class TritonLevels:
         return x_FV.view(B, F, V), options.kernels.truncation_threshold(x_FV, top_k_F, top_p_F)
 
 
-# The columns of the table of `RowParameters`.
-_TOKEN, _BASE, _HAS_NOISE, _NUM_NODES, _MAX_DEPTH, _MIN_PROB, _PATH_PROB, _TEMPERATURE = map(tl.constexpr, range(8))
-_TOP_K, _TOP_P, _MIN_P, _TAU, _REPETITION, _FREQUENCY, _PRESENCE, _IS_AUTO = map(tl.constexpr, range(8, 16))
+(
+    _TOKEN, _BASE, _HAS_NOISE, _NUM_NODES, _MAX_DEPTH, _MIN_PROB, _PATH_PROB, _TEMPERATURE,
+    _TOP_K, _TOP_P, _MIN_P, _TAU, _REPETITION, _FREQUENCY, _PRESENCE, _IS_AUTO,
+) = map(tl.constexpr, range(len(PARAMETERS)))  # the columns of their table  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_columns", "num_scored", "num_nodes", "num_splits"])
@@ -440,6 +487,56 @@ def _keep_best(
     tl.store(out + field_N, nothing + base, mask=is_input)
     tl.store(out + 2 * field_N, own_bit, mask=is_input)
     tl.store(out + 3 * field_N, nothing, mask=is_input)
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_nodes", "num_children", "depth"])
+def _place_static(
+    children_ptr, child_weight_ptr, child_path_prob_ptr, table_ptr, shape_ptr,
+    state_ptr, weight_ptr, path_prob_ptr, rows_ptr,
+    table_width, num_requests, num_nodes, num_children, depth,
+    IS_FIRST: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0)
+    num_rows = 1 + num_nodes
+    table_ptr += request * table_width
+    row = tl.arange(0, ROWS)
+    is_row = row < num_rows
+    parent = tl.load(shape_ptr + row, mask=is_row, other=0)
+    row_depth = tl.load(shape_ptr + num_rows + row, mask=is_row, other=0)
+    is_new = row_depth == depth + 1
+    child = request * num_children + tl.load(shape_ptr + 3 * num_rows + row, mask=is_new, other=0)
+    is_allowed = is_new & (row <= tl.load(table_ptr + _NUM_NODES))
+    token = tl.load(children_ptr + child, mask=is_new, other=0)
+    weight = tl.load(child_weight_ptr + child, mask=is_allowed, other=0.0)
+    path_prob = tl.load(child_path_prob_ptr + child, mask=is_new, other=0.0)
+    column = tl.load(children_ptr + num_requests * num_children + child, mask=is_new, other=0)
+    is_written = is_new
+    if IS_FIRST:
+        is_root = row == 0
+        token = tl.where(is_root, tl.load(table_ptr + _TOKEN).to(tl.int64), token)
+        weight = tl.where(is_root, 1.0, weight)
+        path_prob = tl.where(is_root, 1.0, path_prob)
+        is_written = is_row
+
+    field = num_requests * num_rows  # from one field of the rows to the next
+    field_N = num_requests * num_nodes
+    at = request * num_rows + row
+    tl.store(state_ptr + at, token, mask=is_written)
+    tl.store(state_ptr + 3 * field + at, column, mask=is_written)
+    tl.store(weight_ptr + at, weight, mask=is_written)
+    tl.store(path_prob_ptr + at, path_prob, mask=is_written)
+    is_input = is_written & (row > 0)
+    out = rows_ptr + request * num_nodes + row - 1
+    tl.store(out, token, mask=is_input)
+    tl.store(out + 3 * field_N, tl.where(is_new, parent, 0), mask=is_input)  # others have no parent's feature yet
+    if IS_FIRST:
+        # Rows that are not filled yet have the places that they will have.
+        tl.store(state_ptr + field + at, parent, mask=is_row)
+        tl.store(state_ptr + 2 * field + at, row_depth, mask=is_row)
+        base = tl.load(table_ptr + _BASE).to(tl.int64)
+        ancestors = tl.load(shape_ptr + 2 * num_rows + row, mask=is_row, other=0)
+        tl.store(out + field_N, base + row_depth, mask=is_input)
+        tl.store(out + 2 * field_N, ancestors, mask=is_input)
 
 
 @triton.jit(do_not_specialize=["num_nodes"])

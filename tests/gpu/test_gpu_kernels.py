@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.drafter.tree.test_triton_growth import *  # noqa: F403  # the tests
+from tests.drafter.tree.test_device_growth import *  # noqa: F403  # the tests
 from tests.support.attention_cases import CHAIN, LONG_CHAIN, RAGGED, TWO_BY_TWO, Batch, compare
 from tests.workers.kernels.test_block_scaled import *  # noqa: F403  # the tests
 from tests.workers.kernels.test_block_scaled import needs_float8, rows, scaled

@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from drafter.tree import triton_growth, triton_rows
+from drafter.tree import triton_growth
 from workers.kernels import (
     triton_attention,
     triton_copy,
@@ -315,14 +315,14 @@ def growth() -> Iterator[Case]:
 def placement() -> Iterator[Case]:
     """Yield the kernel of static trees, for the service's defaults and for 63 nodes."""
     double = "*fp64"
-    level = dict(token_ptr=INT64, child_weight_ptr=FLOAT, child_path_prob_ptr=double, column_ptr=INT64)
+    level = dict(children_ptr=INT64, child_weight_ptr=FLOAT, child_path_prob_ptr=double)
     level |= dict(table_ptr=double, shape_ptr=INT64, state_ptr=INT64, weight_ptr=FLOAT)
     level |= dict(path_prob_ptr=double, rows_ptr=INT64)
     for rows, is_first in product((32, 64), (False, True)):
         of_first = " of the first level" if is_first else ""
         yield Case(
             name=f"tree: place static{of_first}, {rows} rows",
-            kernel=triton_rows._place_static,
+            kernel=triton_growth._place_static,
             constants=dict(IS_FIRST=is_first, ROWS=rows),
             types=level,
         )

@@ -5,18 +5,37 @@ The kernels themselves are tested elsewhere; these functions, named like them, r
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.tree import best_first_device
-from drafter.tree.device_rows import NodeTensors, RowParameters
-from drafter.tree.score import TopChildren
+from drafter.tree import triton_growth
+from drafter.tree.cost_model import calibrate
+from drafter.tree.device import PARAMETERS, NodeTensors
+from drafter.tree.thresholds import below_failed, passes_min, passes_path
 from workers.kernels.block_scaled import BlockScaled
 from workers.sampling.logits_processors import penalize
 from workers.sampling.philox import gumbel
+
+
+def _row(*columns: Tensor) -> Any:
+    return SimpleNamespace(**dict(zip(PARAMETERS, columns, strict=True)))
+
+
+class _Top(NamedTuple):
+    """The candidate children of the rows."""
+
+    token_FK: Tensor
+    weight_FK: Tensor
+    prob_FK: Tensor
+    top_prob_F: Tensor
+    column_FK: Tensor
 
 
 def _attend(
@@ -137,26 +156,26 @@ def _penalize(
     *, HAS_PENALTIES: bool, IS_FIRST: bool, **_: Any,
 ) -> None:  # fmt: skip
     assert num_splits == 1, "rows of one block"
-    own, x = RowParameters(*table.repeat_interleave(num_scored, dim=0).unbind(1)), logits.flatten(0, 1).float()
+    own, x = _row(*table.repeat_interleave(num_scored, dim=0).unbind(1)), logits.flatten(0, 1).float()
     if HAS_PENALTIES:
         on_path = torch.zeros_like(x)
         if not IS_FIRST:
             bits = (ancestors.flatten()[:, None] >> torch.arange(1, 1 + num_nodes) & 1).float()
             on_path.scatter_add_(1, columns[:, 1:].repeat_interleave(num_scored, dim=0), bits)
-        penalties = (each.float()[:, None] for each in (own.repetition_B, own.frequency_B, own.presence_B))
+        penalties = (each.float()[:, None] for each in (own.repetition, own.frequency, own.presence))
         x = penalize(x, count.repeat_interleave(num_scored, dim=0), on_path, *penalties)
-    is_hot = own.temperature_B > 0
-    out.copy_(x / torch.where(is_hot, own.temperature_B, 1.0).float()[:, None])
+    is_hot = own.temperature > 0
+    out.copy_(x / torch.where(is_hot, own.temperature, 1.0).float()[:, None])
     maxima[:, 0].copy_(out.amax(1))
-    top_k.copy_(torch.where(is_hot, own.top_k_B, 0))
-    top_p.copy_(torch.where(is_hot, own.top_p_B, 1.0))
+    top_k.copy_(torch.where(is_hot, own.top_k, 0))
+    top_p.copy_(torch.where(is_hot, own.top_p, 1.0))
 
 
 def _mask_min_p(
     x: Tensor, maxima: Tensor, table: Tensor, num_columns: int, table_width: int, num_scored: int, *_: Any, **__: Any
 ) -> None:
-    own = RowParameters(*table.repeat_interleave(num_scored, dim=0).unbind(1))
-    floor = maxima[:, 0] + torch.where(own.temperature_B > 0, own.min_p_B, 0.0).float().log()
+    own = _row(*table.repeat_interleave(num_scored, dim=0).unbind(1))
+    floor = maxima[:, 0] + torch.where(own.temperature > 0, own.min_p, 0.0).float().log()
     x.masked_fill_(x < floor[:, None], -torch.inf)
 
 
@@ -166,14 +185,14 @@ def _best_of_block(
     *, IS_PROCESSED: bool, **_: Any,
 ) -> None:  # fmt: skip
     assert num_splits == 1, "rows of one block"
-    own = RowParameters(*table.repeat_interleave(num_scored, dim=0).unbind(1))
+    own = _row(*table.repeat_interleave(num_scored, dim=0).unbind(1))
     x = logits.flatten(0, 1).float()
     if IS_PROCESSED:
         x = x.masked_fill(x < floor[:, None], -torch.inf)
     else:
-        x = x / torch.where(own.temperature_B > 0, own.temperature_B, 1.0).float()[:, None]
-    tau = torch.where(own.tau_B > 0, own.tau_B, 1.0).float()[:, None]
-    s = x + torch.where(own.has_noise_B[:, None] > 0, noise.repeat_interleave(num_scored, dim=0), 0.0)
+        x = x / torch.where(own.temperature > 0, own.temperature, 1.0).float()[:, None]
+    tau = torch.where(own.tau > 0, own.tau, 1.0).float()[:, None]
+    s = x + torch.where(own.has_noise[:, None] > 0, noise.repeat_interleave(num_scored, dim=0), 0.0)
     best = s.sort(dim=1, descending=True, stable=True)
     values[0, :, 0].copy_(best.values[:, :k])
     values[1, :, 0].copy_(x.gather(1, best.indices[:, :k]))
@@ -182,29 +201,85 @@ def _best_of_block(
         total[:, 0].copy_(value)
 
 
+def _children(nodes: NodeTensors, depth: int, top: _Top, parameters: Any, log_odds: Tensor) -> NodeTensors:
+    """Return the candidates [B, F K] below the rows of this depth, in the order of their parents, best first.
+
+    top: the children of the root (depth 0), or of all other rows.
+    """
+    first, num_scored = min(depth, 1), top.top_prob_F.shape[1]
+    parents = NodeTensors(*(field[:, first : first + num_scored] for field in nodes))
+    passes_BF = passes_path(parents.path_prob, parameters.path_prob[:, None])
+    passes_BF &= passes_min(top.top_prob_F, parameters.min_prob[:, None])
+    is_open_BF = (parents.depth == depth) & (depth < parameters.max_depth[:, None])
+    is_open_BF &= passes_BF | (parameters.is_auto[:, None] == 0)
+    path_prob_BFK = parents.path_prob[:, :, None] * top.prob_FK
+    weight_BFK = parents.weight[:, :, None] * calibrate(top.weight_FK, log_odds)
+    is_child_BFK = is_open_BF[:, :, None] & (weight_BFK > 0)  # NaN is no child
+    row_F1 = torch.arange(first, first + num_scored, device=weight_BFK.device)[:, None]
+    return NodeTensors(
+        token=top.token_FK.flatten(1),
+        parent=row_F1.expand_as(weight_BFK).flatten(1),
+        depth=torch.full_like(weight_BFK, depth + 1, dtype=torch.int64).flatten(1),
+        weight=torch.where(is_child_BFK, weight_BFK, 0.0).flatten(1),
+        path_prob=torch.where(passes_BF[:, :, None], path_prob_BFK, below_failed(path_prob_BFK)).flatten(1),
+        column=top.column_FK.flatten(1),
+    )
+
+
+def _best(nodes: NodeTensors, children: NodeTensors, num_nodes_B: Tensor) -> tuple[NodeTensors, Tensor]:
+    """Keep each request's root and its num_nodes best candidates in their order; ties go to the earlier one.
+
+    Also returns [B, R] the row in `nodes` of each kept one's parent.
+    """
+    candidates = NodeTensors(*(torch.cat(pair, dim=1) for pair in zip(nodes, children, strict=True)))
+    (_, R), (_, C) = nodes.weight.shape, candidates.weight.shape
+    ranked = candidates.weight.sort(dim=1, descending=True, stable=True)
+    rank_R = torch.arange(R, device=candidates.weight.device)
+    is_kept_BR = (ranked.values[:, :R] > 0) & (rank_R <= num_nodes_B[:, None])
+    kept_BR = torch.where(is_kept_BR, ranked.indices[:, :R], C).sort(dim=1).values  # C = empty
+    at_BR = kept_BR.clamp(max=C - 1)
+    chosen = NodeTensors(*(field.gather(1, at_BR) for field in candidates))
+    new_row_BC = torch.zeros_like(candidates.parent).scatter(1, at_BR, rank_R.expand_as(at_BR))
+    parent_BR, weight_BR = new_row_BC.gather(1, chosen.parent), chosen.weight * (kept_BR < C)
+    return chosen._replace(parent=parent_BR, weight=weight_BR), chosen.parent
+
+
+def _ancestors(parent_BR: Tensor, depth: int) -> Tensor:
+    """Return int64 bitmasks [B, R] of each row's path, itself included, in trees of that depth.
+
+    Each iteration doubles the distance covered.
+    """
+    row_R = torch.arange(parent_BR.shape[1], device=parent_BR.device)
+    mask_BR = (torch.ones_like(row_R) << row_R).expand_as(parent_BR)
+    for _ in range(depth.bit_length()):
+        mask_BR = mask_BR | mask_BR.gather(1, parent_BR)
+        parent_BR = parent_BR.gather(1, parent_BR)
+    return mask_BR
+
+
 def _score_children(
     values: Tensor, columns: Tensor, sums: Tensor, table: Tensor, fit: Tensor, ids: Tensor,
     old_depth: Tensor, old_weight: Tensor, old_path_prob: Tensor, children: Tensor, weight: Tensor, path_prob: Tensor,
     table_width: int, num_scored: int, num_splits: int, k: int, num_rows: int, num_children: int, depth: int,
     *, IS_FIRST: bool, HAS_IDS: bool, **_: Any,
 ) -> None:  # fmt: skip
-    """Score as the torch twin does, from the sums of the one block."""
-    parameters, column = RowParameters(*table.unbind(1)), columns[:, 0]
-    tau = torch.where(parameters.tau_B > 0, parameters.tau_B, 1.0).float().repeat_interleave(num_scored)[:, None]
-    top = TopChildren(
+    """Score children from the sums of the one block."""
+    parameters, column = _row(*table.unbind(1)), columns[:, 0]
+    tau = torch.where(parameters.tau > 0, parameters.tau, 1.0).float().repeat_interleave(num_scored)[:, None]
+    top = _Top(
         token_FK=ids[column] if HAS_IDS else column,
         weight_FK=torch.exp(values[0, :, 0] / tau - sums[2]),
         prob_FK=torch.exp(values[1, :, 0] - sums[1]),
         top_prob_F=torch.exp(sums[0] - sums[1])[:, 0],
         column_FK=column,
     )
-    top = TopChildren(*(each.unflatten(0, (len(table), num_scored)) for each in top))
+    top = _Top(*(each.unflatten(0, (len(table), num_scored)) for each in top))
     if IS_FIRST:
         one = torch.ones(len(table), 1)
         nodes = NodeTensors(*[0 * one.long()] * 3, one, one.double(), 0 * one.long())
     else:
         nodes = NodeTensors(*[old_depth] * 3, old_weight, old_path_prob, old_depth)
-    found = best_first_device._children(nodes, depth, top, parameters, fit)
+    found = _children(nodes, depth, top, parameters, fit)
     for place, value in zip((*children, weight, path_prob), (found.token, found.column, *found[3:5]), strict=True):
         place.copy_(value)
 
@@ -215,11 +290,11 @@ def _keep_best(
     new_row: Tensor, table_width: int, num_requests: int, num_nodes: int, num_children: int, k: int, depth: int,
     *, IS_FIRST: bool, **_: Any,
 ) -> None:  # fmt: skip
-    parameters, num_rows = RowParameters(*table.unbind(1)), 1 + num_nodes
+    parameters, num_rows = _row(*table.unbind(1)), 1 + num_nodes
     if IS_FIRST:
         is_root = (torch.arange(num_rows) == 0).expand(num_requests, -1)
         none = torch.zeros_like(is_root, dtype=torch.int64)
-        token = parameters.token_B.long()[:, None] * is_root
+        token = parameters.token.long()[:, None] * is_root
         nodes = NodeTensors(token, none, none, is_root.float(), is_root.double(), none)
     else:
         token, parent, old_depth, column, _ = old.as_strided(new.shape, new.stride())
@@ -227,13 +302,13 @@ def _keep_best(
     parent = (torch.arange(num_children) // k + (depth > 0)).expand(num_requests, -1)
     token, column = children
     below = NodeTensors(token, parent, torch.full_like(parent, depth + 1), child_weight, child_path_prob, column)
-    kept, old_parent = best_first_device._keep_best(nodes, below, parameters.num_nodes_B)
-    ancestors = best_first_device._ancestors(kept.parent, depth + 1)
+    kept, old_parent = _best(nodes, below, parameters.num_nodes)
+    ancestors = _ancestors(kept.parent, depth + 1)
     for place, value in zip(new, (*kept[:3], kept.column, ancestors), strict=True):
         place.copy_(value)
     weight.copy_(kept.weight)
     path_prob.copy_(kept.path_prob)
-    position = parameters.position_B.long()[:, None] + kept.depth
+    position = parameters.position.long()[:, None] + kept.depth
     for place, value in zip(rows, (kept.token, position, ancestors, old_parent), strict=True):
         place.copy_(value[:, 1:])
 
@@ -244,22 +319,23 @@ def _gather_features(roots: Tensor, hidden: Tensor, old_parent: Tensor, out: Ten
 
 
 def _place_static(
-    token: Tensor, child_weight: Tensor, child_path_prob: Tensor, column: Tensor, table: Tensor, shape: Tensor,
+    children: Tensor, child_weight: Tensor, child_path_prob: Tensor, table: Tensor, shape: Tensor,
     state: Tensor, weight: Tensor, path_prob: Tensor, rows: Tensor, table_width: int, num_requests: int,
     num_nodes: int, num_children: int, depth: int, *, IS_FIRST: bool, **_: Any,
 ) -> None:  # fmt: skip
-    parameters = RowParameters(*table.unbind(1))
+    parameters = _row(*table.unbind(1))
     parent, row_depth, ancestors, source = shape
     if IS_FIRST:
         for place in (state[0], state[3], weight, path_prob):
             place.zero_()
-        state[0, :, 0], weight[:, 0], path_prob[:, 0] = parameters.token_B, 1, 1
+        state[0, :, 0], weight[:, 0], path_prob[:, 0] = parameters.token, 1, 1
         state[1], state[2], rows[0], rows[3] = parent, row_depth, 0, 0
-        rows[1], rows[2] = parameters.position_B[:, None] + row_depth[1:], ancestors[1:]
+        rows[1], rows[2] = parameters.position[:, None] + row_depth[1:], ancestors[1:]
+    token, column = children
     (new,) = (row_depth == depth + 1).nonzero(as_tuple=True)
     at = source[new]
     state[0][:, new], state[3][:, new] = token[:, at], column[:, at]
-    weight[:, new] = child_weight[:, at] * (new <= parameters.num_nodes_B[:, None])
+    weight[:, new] = child_weight[:, at] * (new <= parameters.num_nodes[:, None])
     path_prob[:, new] = child_path_prob[:, at]
     rows[0][:, new - 1], rows[3][:, new - 1] = token[:, at], parent[new]
 
@@ -287,3 +363,22 @@ TWINS = {
         _gather_features,
     )
 } | dict.fromkeys(("_groups", "_bound", "_list"), _nothing)
+
+_GROWTH = (_penalize, _mask_min_p, _best_of_block, _score_children, _keep_best, _place_static, _gather_features)
+
+
+class _Launch:
+    def __init__(self, twin: Callable[..., None]) -> None:
+        self._twin = twin
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self._twin
+
+
+@contextmanager
+def growth_twins() -> Iterator[None]:
+    """Grow trees on a CPU with these twins, where the interpreter takes a hundred times as long."""
+    with pytest.MonkeyPatch.context() as patch:
+        for twin in _GROWTH:
+            patch.setattr(triton_growth, twin.__name__, _Launch(twin))
+        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from tests.support.clockwork import AUTO, ClockCosts, bench
 from tests.support.draft_costs import FREE
 from tests.support.engines import AUTO as ENGINES_AUTO
 from tests.support.engines import BUNDLED, bundled
+from tests.support.kernel_twins import growth_twins
 from workers.config import PruneConfig, TreeConfig, TreeRules
 from workers.kernels.interpreted import is_interpreted
 from workers.kernels.select import TORCH
@@ -55,6 +57,13 @@ STEPS: list[dict[int, tuple[int, int, int]]] = [
     {2: (1, 14, 4), 0: (4, 1, 1), 1: (1, 14, 4)},
 ]
 """Per step and request: tokens fed, maximum nodes and depth. Most steps need padding."""
+
+
+@pytest.fixture(autouse=True)
+def twins() -> Iterator[None]:
+    """Without a GPU grow with the kernels' twins. `test_device_growth.py` has the kernels."""
+    with growth_twins() if is_interpreted() else nullcontext():
+        yield
 
 
 def logits_state(constraints: Constraints) -> LogitsState:
@@ -130,7 +139,7 @@ def proposers(
         at_once.tree_graphs = decoder_tree_graphs(models[1], pools[1], CONFIG, is_captured=is_captured)
     at_once.expand = None
     if is_interpreted():
-        at_once.tree_graphs._kernels = TORCH  # Triton's top-k takes seconds there, and test_kernels.py has it
+        at_once.tree_graphs._kernels = TORCH  # Triton's truncation takes seconds there, and test_kernels.py has it
     return by_level, at_once
 
 
