@@ -41,16 +41,15 @@ from drafter.tree.frontier import (
     DraftVocabulary,
     Frontier,
     NgramCandidates,
-    PrunedNodes,
     RootLogits,
-    SampledNodes,
     TreeNodes,
     TreeRequests,
     UnprunedTrees,
 )
+from drafter.tree.growth import Growth
 from drafter.tree.pack import cut, pack_probs, pack_trees, prune
 from drafter.tree.policy import DynamicTreePolicy, TreePolicy
-from drafter.tree.score import ChildScores, score
+from drafter.tree.score import score
 from drafter.tree.trace import trace_trees
 from drafter.tree.tree_graphs import TreeGraphs
 from workers.kernels.select import TORCH, Kernels
@@ -76,29 +75,6 @@ class DraftDistributions(Protocol):
 
     def expand(self, frontier: Frontier) -> Tensor | NgramCandidates:
         """Return the logits [F, V] of one level of the trees, or n-gram candidates."""
-        ...
-
-
-class Growth(Protocol):
-    """The growing trees of some of the requests."""
-
-    sampled: list[SampledNodes]
-    pruned_BD: np.ndarray  # int32: nodes of depth 1 .. D that were kept out
-
-    def frontier(self) -> Frontier:
-        """Return the nodes to read next; if there are none, the trees are complete."""
-        ...
-
-    def add_children(self, frontier: Frontier, scores: ChildScores) -> None:
-        """Add the frontier's children, given the scores of its candidates."""
-        ...
-
-    def pruned(self) -> list[PrunedNodes]:
-        """Return the nodes that were kept out of traced requests' trees, once these are complete."""
-        ...
-
-    def nodes(self) -> TreeNodes:
-        """Return every node of every tree, the roots included."""
         ...
 
 
