@@ -91,7 +91,11 @@ class OneAverage(prompt_lookup.PromptLookup):
 Patch = tuple[Any, str, Any]
 AS_IT_IS = "as it is"
 VARIANTS: dict[str, list[Patch]] = {
-    "costs as first measured": [(cost_model, "_RATE", 0.0), (cost_model, "_DRAFT_RATE", 0.0)],
+    "costs as first measured": [
+        (cost_model, "_LOAD_RATE", 0.0),
+        (cost_model, "_TREE_RATE", 0.0),
+        (cost_model, "_DRAFT_RATE", 0.0),
+    ],
     "no calibration": [(controller, "Calibration", NoCalibration)],
     "lookup by temperature": [(controller, "PromptLookup", LookupByTemperature)],
     "lookup by one average": [(controller, "PromptLookup", OneAverage)],
@@ -101,9 +105,9 @@ VARIANTS: dict[str, list[Patch]] = {
     "ever rarer probes": [(controller, "SpeculationGate", EverRarerProbes)],
     "probes twice as often": [(gate, "_PROBE_SHARE", 0.006)],
     "probes half as often": [(gate, "_PROBE_SHARE", 0.0015)],
-    "cost rates halved": [(cost_model, "_RATE", 0.05), (cost_model, "_DRAFT_RATE", 0.1)],
-    "cost rates doubled": [(cost_model, "_RATE", 0.2), (cost_model, "_DRAFT_RATE", 0.4)],
-    "averages twice as fast": [(prompt_lookup, "RATE", 0.04), (controller, "RATE", 0.04)],
+    "cost rates halved": [(cost_model, "_LOAD_RATE", 0.25), (cost_model, "_DRAFT_RATE", 0.025)],
+    "cost rates doubled": [(cost_model, "_LOAD_RATE", 1.0), (cost_model, "_DRAFT_RATE", 0.1)],
+    "an average of 50 trees": [(controller, "_TREE_RATE", 0.02)],
     "lookup without a margin": [(prompt_lookup, "_MARGIN", 1.0)],
 }
 

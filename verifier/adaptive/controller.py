@@ -31,7 +31,7 @@ import numpy as np
 from verifier.adaptive.calibration import Calibration
 from verifier.adaptive.cost_model import CostModel, DraftWork, RowCosts
 from verifier.adaptive.gate import SpeculationGate
-from verifier.adaptive.prompt_lookup import RATE, Average, CountAllowed, LookupResult, PromptLookup
+from verifier.adaptive.prompt_lookup import Average, CountAllowed, LookupResult, PromptLookup
 from verifier.draft_batch import DraftBatch
 from verifier.draft_inputs import DraftInput, backlog, draft_depth, is_due, next_input, within_message
 from verifier.request import Request
@@ -41,6 +41,7 @@ from workers.types import DraftCosts, DraftReply, Verdict
 from workers.workspace import max_backlog, max_message_rows
 
 _LOOK_EVERY = 96  # steps between two lookups while they do not pay
+_TREE_RATE = 0.005  # of the average tree, over some 200: over 50 it varies by 8 % of the pace, and so does the gate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ class Controller:
         self._calibration = Calibration()
         self._lookup = PromptLookup(count_allowed)
         # Averages over recent trees, optimistic until the first.
-        self._tree = Average(np.array([2.0, 4.0]))  # tokens gained, nodes verified
+        self._tree = Average(np.array([2.0, 4.0]), rate=_TREE_RATE)  # tokens gained, nodes verified
         self._growth = Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree
         self._num_trees = 0  # that these averages have seen
         self._num_steps = 0
@@ -164,14 +165,14 @@ class Controller:
         """
         gain, num_nodes = self._tree.mean
         # A few bad trees tell little: one standard error is added, for a deviation of one token, less the average's.
-        gain += max(0.0, 1 / math.sqrt(1 + self._num_trees) - math.sqrt(RATE))
+        gain += max(0.0, 1 / math.sqrt(1 + self._num_trees) - math.sqrt(_TREE_RATE))
         num_levels, nodes_run = self._growth.mean
         count_K = np.arange(len(auto) + 1)
         trees_K = count_K + len(others)
         nodes_K = sum(r.limits.num_speculative_tokens for r in others if r.limits) + count_K * num_nodes
         fed_K = np.cumsum([sum(map(self._rows_per_step, others)), *map(self._rows_per_step, auto)])
         work_K = DraftWork(messages=1, rows_fed=fed_K, levels=num_levels - 1, nodes_run=nodes_run * trees_K)
-        draft_ms_K, saved_K = self._costs.drafting.ms(work_K) * (trees_K > 0), trees_K * _saving(gain)
+        draft_ms_K, saved_K = self._costs.draft_ms(work_K) * (trees_K > 0), trees_K * _saving(gain)
         if found:
             own = [(_saving(found.expected_tokens(r)), len(found.chosen.get(r, ())), r in found.chosen) for r in auto]
             saved_by_lookup_K, copied_K, chains_K = np.cumsum([(0.0, 0, False), *own[::-1]], axis=0)[::-1].T
@@ -238,7 +239,7 @@ class Controller:
         reply = exchange.reply
         if num_trees := len(reply.trees.offsets) - 1:
             self._growth.add(np.array([reply.num_levels, reply.num_run / num_trees]))
-        return self._costs.observe_exchange(plan.inputs, reply, exchange.ms, is_probe=plan.is_probe)
+        return self._costs.observe_exchange(plan.inputs, reply, exchange.ms)
 
     def _observe_trees(self, plan: Plan, outcome: StepOutcome) -> None:
         """Learn from the verdicts on the drafter's trees for requests under `auto`."""

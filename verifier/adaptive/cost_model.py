@@ -22,8 +22,9 @@ from workers.config import SimulatedCosts
 from workers.cuda_graphs import bucket
 from workers.types import DraftCosts, DraftReply
 
-_RATE = 0.1  # share of a measurement's error by which the verification cost moves
-_DRAFT_RATE = 0.2  # the same for the drafting cost, which is measured in fewer steps
+_LOAD_RATE = 0.5  # share of a step's error by which the load moves
+_TREE_RATE = 0.1  # the same for the cost of a tree, which is told from the load where steps with and without trees meet
+_DRAFT_RATE = 0.05  # the same for the cost of drafting, once it has 1 / rate measurements
 _MAX_ERROR = 0.5  # errors count up to this share of the estimate
 _WARM_UP_EXCHANGES = 2  # exchanges with trees that only load and compile code
 
@@ -75,47 +76,45 @@ class DraftWork(NamedTuple):
 
 
 class _VerifyCost:
-    """Milliseconds of a step without its drafting: `scale` x table + `tree_ms` x trees.
+    """Milliseconds of a step without its drafting: `load` x (table + `tree_ms` x trees).
 
-    Plain steps update the scale, and steps with trees update `tree_ms`. A step with trees that is faster than the
-    estimate without `tree_ms` updates the scale as well, because there are no plain steps while drafting is on.
+    Every step moves the load, so that it follows the machine. What trees cost beyond their rows changes slowly.
     """
 
     def __init__(self) -> None:
-        self.scale, self.tree_ms = 1.0, 0.0
+        self.load, self.tree_ms = 1.0, 0.0
 
     def ms(self, table_ms: _Quantity, num_trees: _Quantity) -> _Quantity:
-        return self.scale * table_ms + self.tree_ms * num_trees
+        return self.load * (table_ms + self.tree_ms * num_trees)
 
     def observe(self, ms: float, table_ms: float, num_trees: int) -> None:
-        error = _RATE * _bounded_error(ms, self.ms(table_ms, num_trees))
+        estimate = self.ms(table_ms, num_trees)
+        error = _bounded_error(ms, estimate) / estimate
         if num_trees:
-            tree_error = max(error, -num_trees * self.tree_ms)
-            self.tree_ms += tree_error / num_trees
-            error -= tree_error
-        self.scale += error / table_ms
+            quiet_ms = estimate / self.load
+            self.tree_ms = max(0.0, self.tree_ms + _TREE_RATE * error * quiet_ms / num_trees)
+        self.load *= 1 + _LOAD_RATE * error
 
 
 class DraftCost:
-    """Milliseconds of an exchange with the drafter: `scale` x the guess.
+    """Milliseconds of an exchange with the drafter at a load of 1: `scale` x the guess.
 
-    The guess gives the ratios of the terms. The first measurement sets the scale, and later ones move it.
+    The guess gives the ratios of the terms. The scale is the mean of all measurements at first, then of recent ones.
     """
 
     def __init__(self, guess: DraftWork) -> None:
-        self._guess, self._scale, self._is_measured = guess, 1.0, False
+        self._guess, self._scale, self._count = guess, 1.0, 0
 
     def ms(self, work: DraftWork) -> _Quantity:
         """Return the predicted time of an exchange, in milliseconds."""
         return self._scale * sum(map(mul, self._guess, work))
 
-    def observe(self, ms: float, work: DraftWork, *, is_probe: bool) -> None:
-        """Move the scale to the measurement, at once if a probe is faster: no accident makes a step faster."""
+    def observe(self, ms: float, work: DraftWork) -> None:
+        """Move the scale to a measurement."""
         estimate = self.ms(work)
-        is_believed = not self._is_measured or (is_probe and ms < estimate)
-        error = ms - estimate if is_believed else _DRAFT_RATE * _bounded_error(ms, estimate)
-        self._scale *= 1 + error / estimate
-        self._is_measured = True
+        self._count += 1
+        error = _bounded_error(ms, estimate) if self._count > 1 else ms - estimate
+        self._scale *= 1 + max(_DRAFT_RATE, 1 / self._count) * error / estimate
 
 
 class CostModel:
@@ -136,7 +135,7 @@ class CostModel:
             self._table = row_costs
             row = float(row_costs.ms(1))
             guess = DraftWork(messages=0.2 * row, rows_fed=0.01 * row, levels=0.1 * row, nodes_run=0.01 * row)
-        self.drafting = DraftCost(guess)
+        self._drafting = DraftCost(guess)
 
     @property
     def has_measured_drafting(self) -> bool:
@@ -165,22 +164,24 @@ class CostModel:
         return DraftCosts(
             nodes_T=torch.from_numpy(nodes_T.astype(np.int32)),
             verify_ms_T=torch.from_numpy(self.verify_ms(step, nodes_T, num_trees).astype(np.float32)),
-            draft_ms_3=torch.from_numpy(np.array([self.drafting.ms(part) for part in work], dtype=np.float32)),
+            draft_ms_3=torch.from_numpy(np.array([self.draft_ms(part) for part in work], dtype=np.float32)),
             base_tokens_1=torch.from_numpy(np.array([len(step.decode)], dtype=np.float32)),
             log_odds_D=torch.from_numpy(log_odds_D),
         )
 
-    def observe_exchange(
-        self, inputs: Mapping[Request, DraftInput], reply: DraftReply, ms: float, *, is_probe: bool
-    ) -> float:
+    def draft_ms(self, work: DraftWork) -> _Quantity:
+        """Return the predicted time of an exchange with the drafter, in milliseconds."""
+        return self._verify_cost.load * self._drafting.ms(work)
+
+    def observe_exchange(self, inputs: Mapping[Request, DraftInput], reply: DraftReply, ms: float) -> float:
         """Learn from an exchange with the drafter. Return its milliseconds, by the given prices if there are any."""
         levels = max(reply.num_levels - 1, 0)
         work = DraftWork(messages=1, rows_fed=num_rows(inputs), levels=levels, nodes_run=reply.num_run)
         if self.is_given:
-            return float(self.drafting.ms(work))
+            return float(self.draft_ms(work))
         self._num_exchanges += len(reply.trees.offsets) > 1
         if self.has_measured_drafting:
-            self.drafting.observe(ms, work, is_probe=is_probe)
+            self._drafting.observe(ms / self._verify_cost.load, work)
         return ms
 
     def believed_ms(self, step: Step, num_nodes: int, num_trees: int, ms: float) -> float:

@@ -33,15 +33,18 @@ _MARGIN = 1.03  # the required gain: the best drafts are overrated
 
 
 class Average:
-    """The mean of all values at first, then of some 50 recent ones, numbers or arrays; `first` counts as `count`."""
+    """The mean of all values at first, then of some 1 / rate recent ones, numbers or arrays.
 
-    def __init__(self, first: Any, count: int = 1) -> None:
-        self.mean, self._count = first, count
+    `first` counts as `count` values.
+    """
+
+    def __init__(self, first: Any, count: int = 1, rate: float = RATE) -> None:
+        self.mean, self._count, self._rate = first, count, rate
 
     def add(self, value: Any) -> None:
         """Take a value into the mean."""
         self._count += 1
-        self.mean = self.mean + max(RATE, 1 / self._count) * (value - self.mean)
+        self.mean = self.mean + max(self._rate, 1 / self._count) * (value - self.mean)
 
 
 class Match(NamedTuple):
