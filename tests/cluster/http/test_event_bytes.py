@@ -61,7 +61,9 @@ def chunks_of(tokenizer: Tokenizer, text: str, body: Any, size: int) -> list[Tok
     ]
 
 
-def formats(kind: str, fields: dict[str, Any], tokenizer: Tokenizer) -> tuple[Any, list[CompletionFormat] | list[ChatFormat]]:
+def formats(
+    kind: str, fields: dict[str, Any], tokenizer: Tokenizer
+) -> tuple[Any, list[CompletionFormat] | list[ChatFormat]]:
     """Return a request, and the same format of its answers twice."""
     body: Any
     twins: list[CompletionFormat] | list[ChatFormat]
