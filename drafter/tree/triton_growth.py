@@ -34,16 +34,16 @@ _FEATURE_BLOCK = 1024
 
 def grow_on_device(inputs: GrowInputs, options: StaticOptions, roots_BV: Tensor, read: ReadRows) -> NodeTensors:
     """Grow the trees; no value is read on the host. roots_BV: the draft's logits at each root."""
-    levels = _Levels(inputs, options)
+    trees = _GrowingTrees(inputs, options)
     rows = hidden_BNH = None
     logits_BFV = roots_BV[:, None]
     for depth in range(options.tree.longest_path):
         if rows is not None:
-            feature_BNH = levels.features(rows, hidden_BNH)
+            feature_BNH = trees.features(rows, hidden_BNH)
             hidden_BNH, logits_BFV = read(rows.token, feature_BNH, rows.position, rows.ancestors)
-        rows = levels.add(logits_BFV, depth)
-    assert levels.nodes is not None
-    return levels.nodes
+        rows = trees.add(logits_BFV, depth)
+    assert trees.nodes is not None
+    return trees.nodes
 
 
 class _Children(NamedTuple):
@@ -54,7 +54,7 @@ class _Children(NamedTuple):
     path_prob_BC: Tensor  # float64
 
 
-class _Levels:
+class _GrowingTrees:
     """Trees that grow level by level. nodes: the trees so far; None = roots, which the kernels read from the table."""
 
     def __init__(self, inputs: GrowInputs, options: StaticOptions) -> None:
