@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from secateur.client import AsyncClient
 from secateur.client_http import Call, Model
 from secateur.errors import ConfigError, Problem, SecateurError
 from secateur.responses import ModelList
 from secateur.retries import OUTAGE_TIMEOUT_S, Attempts, Retry, is_transient
-
-T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -73,18 +71,14 @@ class EndpointPool:
         raise next(answer for answer in answers if isinstance(answer, BaseException))
 
     async def call(self, call: Call[Model]) -> Model:
-        """Send a prepared call to the service with the fewest pending requests."""
-        return await self.use(lambda client: client.call(call))
-
-    async def use(self, ask: Callable[[AsyncClient], Awaitable[T]]) -> T:
-        """Await `ask` with the client of the service that has the fewest pending requests, and again if that fails."""
+        """Send a prepared call to the service with the fewest pending requests, and again if that fails."""
         attempts = Attempts(self._retry, self._was_there)
         while True:
             endpoint = await self._least_pending()
             endpoint.num_pending += 1
             endpoint.num_sent += 1
             try:
-                answer = await ask(endpoint.client)
+                answer = await endpoint.client.call(call)
             except SecateurError as failure:
                 if attempts.delay_after(failure) is None:
                     raise

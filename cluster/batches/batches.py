@@ -93,18 +93,12 @@ def create(db: sqlite3.Connection, body: CreateBatchRequest, owner: str | None, 
 
 def find(db: sqlite3.Connection, id: str, owner: str | None) -> BatchObject:
     """Return a batch of this owner (None = anybody). Raises HttpError (404)."""
-    try:
-        return _batch_of(find_row(db, "batches", id, owner))
-    except KeyError:
-        raise _no_batch(id, "id") from None
+    return _batch_of(find_row(db, "batches", id, owner))
 
 
 def page(db: sqlite3.Connection, part: Page, owner: str | None) -> BatchList:
     """Return a page of batches. Raises HttpError (404)."""
-    try:
-        found = find_page(db, "batches", part, owner)
-    except KeyError:
-        raise _no_batch(part.after, "after") from None
+    found = find_page(db, "batches", part, owner)
     return BatchList.page([BatchObject.model_validate_json(each) for each in found], part.limit)
 
 
@@ -253,7 +247,3 @@ def _change(db: sqlite3.Connection, batch: BatchObject, **fields: Any) -> BatchO
 
 def _batch_of(row: sqlite3.Row) -> BatchObject:
     return BatchObject.model_validate_json(row["object"])
-
-
-def _no_batch(id: str | None, param: str) -> HttpError:
-    return HttpError(HTTPStatus.NOT_FOUND, ErrorResponse.of(f"No batch found with id {id!r}.", param=param))

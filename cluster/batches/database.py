@@ -12,12 +12,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
+
+from cluster.errors import HttpError
+from secateur.responses import ErrorResponse
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+Table = Literal["files", "batches"]
+_MISSING: dict[Table, str] = {"files": "No such File object: {}", "batches": "No batch found with id {!r}."}
 VERSION = 2
 BUSY_S = 30.0
 """How long a transaction waits for those of other replicas."""
@@ -135,24 +141,29 @@ def _make_tables(db: sqlite3.Connection) -> None:
         raise RuntimeError(f"the batch folder has version {found}, this service reads {VERSION}; name another folder")
 
 
-def find_row(db: sqlite3.Connection, table: Literal["files", "batches"], id: str, owner: str | None) -> sqlite3.Row:
-    """Return a row. Raises KeyError if there is none, or not of this owner (None = anybody)."""
+def find_row(db: sqlite3.Connection, table: Table, id: str, owner: str | None, param: str = "id") -> sqlite3.Row:
+    """Return a row of this owner (None = anybody). Raises HttpError (404), which names `param`."""
     row = db.execute(f"SELECT * FROM {table} WHERE id = ? AND owner = coalesce(?, owner)", (id, owner)).fetchone()
     if row is None:
-        raise KeyError(id)
+        raise no_row(table, id, param)
     return row
+
+
+def no_row(table: Table, id: str, param: str) -> HttpError:
+    """Return the 404 for an id that there is not."""
+    return HttpError(HTTPStatus.NOT_FOUND, ErrorResponse.of(_MISSING[table].format(id), param=param))
 
 
 def find_page(
     db: sqlite3.Connection,
-    table: Literal["files", "batches"],
+    table: Table,
     part: Page,
     owner: str | None,
     where: str = "TRUE",
     values: Sequence[object] = (),
 ) -> list[str]:
-    """Return the objects of a page, and one more if there are more. Raises KeyError if there is no entry `after`."""
-    after = None if part.after is None else find_row(db, table, part.after, owner)["seq"]
+    """Return the objects of a page, and one more if there are more. Raises HttpError (404) without an entry `after`."""
+    after = None if part.after is None else find_row(db, table, part.after, owner, "after")["seq"]
     sign, order = ("<", "DESC") if part.order == "desc" else (">", "ASC")
     rows = db.execute(
         f"SELECT object FROM {table} WHERE {where} AND owner = coalesce(?, owner) AND coalesce(seq {sign} ?, TRUE) "

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Literal
 
-from cluster.batches.database import Page, find_page, find_row
+from cluster.batches.database import Page, find_page, find_row, no_row
 from cluster.errors import HttpError
 from secateur.batches_api import FileList, FileObject
 from secateur.responses import ErrorResponse, new_id
@@ -91,22 +91,16 @@ def insert(db: sqlite3.Connection, file: FileObject, owner: str) -> None:
 
 def find(db: sqlite3.Connection, id: str, owner: str | None, now: float, param: str = "id") -> FileObject:
     """Return a file of this owner (None = anybody). Raises HttpError (404), which names `param`."""
-    try:
-        row = find_row(db, "files", id, owner)
-    except KeyError:
-        raise _no_file(id, param) from None
+    row = find_row(db, "files", id, owner, param)
     if row["expires_at"] is not None and row["expires_at"] <= now:
-        raise _no_file(id, param)
+        raise no_row("files", id, param)
     return FileObject.model_validate_json(row["object"])
 
 
 def page(db: sqlite3.Connection, part: Page, owner: str | None, now: float, purpose: str | None) -> FileList:
     """Return a page of files. Raises HttpError (404)."""
     where = "coalesce(expires_at > ?, TRUE) AND purpose = coalesce(?, purpose)"
-    try:
-        found = find_page(db, "files", part, owner, where, (now, purpose))
-    except KeyError:
-        raise _no_file(part.after, "after") from None
+    found = find_page(db, "files", part, owner, where, (now, purpose))
     return FileList.page([FileObject.model_validate_json(each) for each in found], part.limit)
 
 
@@ -130,7 +124,3 @@ def delete_expired(db: sqlite3.Connection, now: float) -> list[str]:
 def without_row(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
     """Return the names that are no file's id."""
     return [name for name in names if db.execute("SELECT 1 FROM files WHERE id = ?", (name,)).fetchone() is None]
-
-
-def _no_file(id: str | None, param: str) -> HttpError:
-    return HttpError(HTTPStatus.NOT_FOUND, ErrorResponse.of(f"No such File object: {id}", param=param))
