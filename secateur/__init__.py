@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from secateur.batch import BatchSummary, run_batch, run_batch_async
+    from secateur.batch import run_batch, run_batch_async
+    from secateur.batch_progress import BatchSummary
     from secateur.client import AsyncClient, Client
     from secateur.config import AppArgs, EngineArgs
     from secateur.errors import (
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
     from secateur.speculative import Speculative, SpeculativeConfig
 
 _HOMES = {
-    "batch": ("BatchSummary", "run_batch", "run_batch_async"),
+    "batch": ("run_batch", "run_batch_async"),
+    "batch_progress": ("BatchSummary",),
     "client": ("AsyncClient", "Client"),
     "config": ("AppArgs", "EngineArgs"),
     "errors": (

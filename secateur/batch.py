@@ -22,17 +22,15 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence, Set
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec
 
 from pydantic import ValidationError
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from secateur.batch_lines import BatchInputLine, BatchLineError, BatchOutputLine, BatchResponse
 from secateur.batch_output import Output, digest_of, digests_path, open_output, superseded_path
-from secateur.batch_progress import progress_lines
+from secateur.batch_progress import BatchSummary, progress_bar, progress_lines
 from secateur.client import DEFAULT_BASE_URL, DEFAULT_TIMEOUT_S, AsyncClient
 from secateur.client_http import Call
 from secateur.endpoints import EndpointPool
@@ -48,42 +46,6 @@ READS: dict[str, type[CompletionResponse] | type[ChatCompletionResponse]] = {
     "/v1/completions": CompletionResponse,
     "/v1/chat/completions": ChatCompletionResponse,
 }
-
-
-@dataclass(slots=True)
-class BatchSummary:
-    """The result of a run. Token counts exclude lines that an earlier run answered."""
-
-    total: int = 0
-    resumed: int = 0
-    """Lines that an earlier run answered."""
-    changed: int = 0
-    """Lines that changed after an earlier run answered them; this run answers them again."""
-    succeeded: int = 0
-    failed: int = 0
-    first_failure: str = ""
-    """The custom_id of the first line that failed, and its error."""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    seconds: float = 0.0
-    interrupted: bool = False
-
-    @property
-    def exit_code(self) -> int:
-        """Return 0 if every line is answered, 130 after Ctrl-C, else 1."""
-        if self.interrupted:
-            return 130
-        return 1 if self.failed else 0
-
-    def __str__(self) -> str:
-        lines = f"{self.total} lines: {self.resumed} already done, {self.succeeded} succeeded, {self.failed} failed"
-        open_lines = self.total - self.resumed - self.succeeded - self.failed
-        return (
-            lines
-            + (f", {open_lines} not sent (interrupted)" if self.interrupted else "")
-            + f"; {self.prompt_tokens} prompt and {self.completion_tokens} completion tokens in {self.seconds:.1f} s"
-            + (f"\nfirst failure: {self.first_failure}" if self.first_failure else "")
-        )
 
 
 class BatchInput(NamedTuple):
@@ -149,7 +111,7 @@ async def run_batch_async(
             )
             service = await stack.enter_async_context(owned)
         await service.models()  # fail once now rather than once per line
-        bar = stack.enter_context(_progress_bar(summary, progress))
+        bar = stack.enter_context(progress_bar(summary, progress))
         if progress is None and bar.disable:
             await stack.enter_async_context(progress_lines(summary))
         stop = stack.enter_context(_stop_on_signal())
@@ -334,21 +296,7 @@ def _header_safe(custom_id: str) -> str:
     return hashlib.sha256(custom_id.encode()).hexdigest()[:32]
 
 
-# -- terminal --------------------------------------------------------------------------------------------------------
-
-
-def _progress_bar(summary: BatchSummary, shown: bool | None) -> Progress:
-    console = Console(stderr=True)
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not (console.is_terminal if shown is None else shown),
-    )
-    bar.add_task("batch", total=summary.total, completed=summary.resumed)
-    return bar
+# -- signals ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -20,10 +20,10 @@ import httpx2
 import pytest
 
 from secateur import batch, endpoints
-from secateur.batch import BatchSummary, _progress_bar, read_job, run_batch, run_batch_async
+from secateur.batch import read_job, run_batch, run_batch_async
 from secateur.batch_lines import BatchInputLine
 from secateur.batch_output import digest_of, digests_path, open_output
-from secateur.batch_progress import progress_line, progress_lines
+from secateur.batch_progress import BatchSummary, progress_bar, progress_line, progress_lines
 from secateur.client import AsyncClient
 from secateur.errors import APIConnectionError, AuthenticationError, BatchError
 from tests.support.batch_runs import ANSWER, MODELS, Service, line, read_output, write
@@ -480,7 +480,7 @@ def test_a_successful_run_reports_its_duration_and_no_failure(source, output, mo
 
 
 def test_the_progress_bar_starts_at_the_lines_already_done():
-    bar = _progress_bar(BatchSummary(total=30, resumed=12), True)
+    bar = progress_bar(BatchSummary(total=30, resumed=12), True)
     [task] = bar.tasks
     assert (task.description, task.completed, task.total) == ("batch", 12, 30)
     assert bar.columns[0].render(task).plain == "batch"

@@ -18,7 +18,7 @@ import httpx2
 import pytest
 
 from secateur import cli, config
-from secateur.batch import BatchSummary
+from secateur.batch_progress import BatchSummary
 from secateur.cli.trees import draw_tree
 from secateur.client import Client
 from secateur.config import EngineArgs

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from secateur import cli, config
-from secateur.batch import BatchSummary
+from secateur.batch_progress import BatchSummary
 from secateur.cli import app
 from secateur.cli.command import GROUPS
 from secateur.cli.serving import HARDWARE_NAMES

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import httpx2
 
-from secateur.batch import BatchSummary, run_batch
+from secateur.batch import run_batch
 from secateur.batch_lines import BatchOutputLine
+from secateur.batch_progress import BatchSummary
 from secateur.client import AsyncClient
 from secateur.responses import CompletionChoice, CompletionResponse, ModelList, Usage
 
