@@ -13,17 +13,8 @@ from secateur.errors import ConfigError, Problem
 from secateur.schema import Strict, did_you_mean, normalise_keys
 from secateur.settings import TREE_RULES, WEIGHTS, Acceptance, Probability, SpeculativeSettings, TreePrune
 from secateur.token_tree import MAX_NODES, Path, parse_token_tree
-from secateur.vllm_names import SPECULATIVE_ADVICE
+from secateur.vllm_names import METHODS, SPECULATIVE_ADVICE
 
-_METHODS_OF_VLLM = {
-    **dict.fromkeys(
-        ("p_eagle", "peagle"),
-        "these heads are not read yet; write 'eagle3' with an EAGLE-3 head, or 'dspark' with a DSpark head",
-    ),
-    **dict.fromkeys(("medusa", "mlp_speculator"), "write 'eagle3' with an EAGLE-3 head, or 'draft_model'"),
-    "suffix": "write 'ngram', which drafts from the prompt and the answer",
-    "ngram_gpu": "write 'ngram'",
-}
 OFF_WITH_THRESHOLDS = "'off' contradicts the thresholds; write 'thresholds' or remove them"
 # These settings apply only with draft probabilities.
 USES_DRAFT_PROBS = ("draft_sample_method", "rejection_method", "draft_probs_min_temperature")
@@ -276,8 +267,8 @@ def _canonical_method(method: str) -> str:
 
 def _unknown_method(method: str) -> str:
     """Return what to write instead of a method that there is not, many of which vLLM has."""
-    if method in _METHODS_OF_VLLM:
-        return f"{method!r} is a method of vLLM that Secateur does not have: {_METHODS_OF_VLLM[method]}"
+    if method in METHODS:
+        return f"{method!r} is a method of vLLM that Secateur does not have: {METHODS[method]}"
     return f"there is no method {method!r}{did_you_mean(method, WEIGHTS)}"
 
 

@@ -11,28 +11,29 @@ from typing import Any
 from secateur.errors import ConfigError, Problem
 from secateur.settings import EngineSettings, Setting, settings_of
 
-_FILE = Path(__file__).with_name("other_settings.txt")
-"""vLLM's and SGLang's settings by what to do instead."""
+_FILE = Path(__file__).with_name("other_projects.txt")
+"""Names of other projects, and what to do here instead."""
 _OBJECT = """as in '{"method": "ngram"}'"""
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _COUNT = re.compile(r"(\d+)(?:\.(\d+))?([kKmMgGtT])")
 
 
-def _read_advice() -> Iterator[dict[str, str]]:
-    """Yield the advice by name, from each section of the file."""
+def _read_sections() -> Iterator[dict[str, str]]:
+    """Yield the texts by name, from each section of the file."""
     for section in _FILE.read_text(encoding="utf-8").split("\n[")[1:]:
         lines = (line.partition(": ") for line in section.splitlines()[1:])
         yield {name: text for names, _, text in lines for name in names.split()}
 
 
-_VLLM_ADVICE, SGLANG_ADVICE, SPECULATIVE_ADVICE = _read_advice()
+_VLLM_ADVICE, SGLANG_ADVICE, SPECULATIVE_ADVICE, METHODS, SHORT_NAMES, COMMANDS = _read_sections()
 ADVICE = _VLLM_ADVICE | {
     name: f"write --{ours.replace('_', '-')}"
     for ours, setting in settings_of(EngineSettings).items()
     for name in setting.flag.vllm_names
 }
 """What to do instead of each of vLLM's settings; also the reference page reference/vllm.md. The others are for SGLang's
-options, without those that vLLM has too, and for keys of vLLM's speculative configuration."""
+options, without those that vLLM has too, for keys and methods of vLLM's speculative configuration, and for commands.
+SHORT_NAMES has the long names of vLLM's short options that Secateur does not have; -O1 to -O3 are treated likewise."""
 NEEDLESS = frozenset(
     "--enable-chunked-prefill --enable-auto-tool-choice --exclude-tools-when-tool-choice-none "
     "--enable-prompt-tokens-details --enable-server-load-tracking --enable-request-id-headers --disable-log-requests "
@@ -41,18 +42,6 @@ NEEDLESS = frozenset(
 """Flags of vLLM that ask for what is so in any case: on a command line they get a warning."""
 _FAMILIES = {"enable-lora": "lora-modules", "lora-": "lora-modules", "mm-": "language-model-only"}
 """Settings by the beginning of their name, and one with the same advice."""
-SHORT_NAMES = {
-    "-pp": "pipeline-parallel-size",
-    "-dp": "data-parallel-size",
-    "-dpn": "data-parallel-rank",
-    "-dcp": "decode-context-parallel-size",
-    "-pcp": "prefill-context-parallel-size",
-    "-ep": "enable-expert-parallel",
-    "-cc": "compilation-config",
-    "-ac": "attention-config",
-    "-q": "quantization",
-}
-"""vLLM's short options that Secateur does not have, by their long names; -O1 to -O3 are treated likewise."""
 
 
 def project_of(name: str) -> str:

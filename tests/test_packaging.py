@@ -144,7 +144,7 @@ def test_the_wheel_ships_every_file_of_the_bundled_models(shipped: set[str]) -> 
     assert "secateur/py.typed" in shipped
 
 
-@pytest.mark.parametrize("file", ["cluster/http/inspector.html", "secateur/other_settings.txt"])
+@pytest.mark.parametrize("file", ["cluster/http/inspector.html", "secateur/other_projects.txt"])
 def test_the_wheel_ships_what_the_packages_read(file: str, shipped: set[str]) -> None:
     assert file in shipped
 

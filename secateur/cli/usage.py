@@ -8,23 +8,10 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from secateur.vllm_names import COMMANDS
+
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """Base of what the parser raises. Typer has it from click or from a copy of click, and exports it under no name."""
-
-COMMANDS = {
-    "run-batch": "write `secateur batch run IN.jsonl -o OUT.jsonl`, with a running service",
-    "launch": "write `secateur serve MODEL`",
-    "launch_server": "write `secateur serve MODEL`",
-    "start": "write `secateur serve MODEL`",
-    "server": "write `secateur serve MODEL`",
-    "generate": "write `secateur complete TEXT`",
-    "run": "write `secateur chat`",
-    "collect-env": "write `secateur env`",
-    "pull": "write `secateur download MODEL`",
-    "version": "write `secateur --version`",
-    "help": "write `secateur --help`",
-}
-"""Commands that users of other projects know, and ours."""
 
 
 class Group(TyperGroup):

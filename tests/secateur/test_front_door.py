@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from secateur import cli
-from secateur.cli.usage import COMMANDS
+from secateur.vllm_names import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 
