@@ -20,8 +20,11 @@ from workers.types import DraftCosts
 
 
 def calibrate(weight: Tensor, log_odds: Tensor) -> Tensor:
-    """Return sigmoid(logit(w) + log_odds), float32; 0 stays 0. The engine fits the odds to its verdicts."""
-    return torch.sigmoid(torch.logit(weight, 1e-6) + log_odds) * (weight > 0)
+    """Return sigmoid(logit(w) + log_odds), float32; 0 stays 0. The engine fits the odds to its verdicts.
+
+    A certain draft counts as a little less, so that the odds can lower it; odds of 0 leave unlikely ones as they are.
+    """
+    return torch.sigmoid(torch.logit(weight.clamp(1e-12, 1 - 1e-6)) + log_odds) * (weight > 0)
 
 
 class TreeCostModel:

@@ -358,7 +358,7 @@ def _score_children(
         column = tl.where(chosen == 0x7FFFFFFF, 0, chosen)  # with NaN logits no value is the largest
         confidence = tl.exp(value / tau - s_lse)
         # `drafter.tree.cost_model.calibrate`
-        inner = tl.minimum(tl.maximum(confidence, 1e-6), 1.0 - 1e-6)
+        inner = tl.minimum(tl.maximum(confidence, 1e-12), 1.0 - 1e-6)
         calibrated = 1.0 / (1.0 + tl.exp(-(tl.log(inner / (1.0 - inner)) + log_odds)))
         weight = parent_weight * calibrated
         is_child = is_open & (confidence > 0.0) & (weight > 0.0)  # NaN is no child
