@@ -37,6 +37,7 @@ from cluster.bench.setup import workload
 from drafter.proposers.base import FeatureProposer
 from secateur.bench import PositiveInt, Some, Temperature
 from secateur.cli.bench import say
+from secateur.errors import ConfigError
 from tests.support.engine_here import EngineHere, Pair, engine_here
 from verifier import drafting, engine
 from verifier.adaptive import controller
@@ -200,8 +201,8 @@ class _AlwaysOn(SpeculationGate):
 
 
 @dataclass
-class Replay:
-    """What all runs share."""
+class RecordedRuns:
+    """Runs engines on the recorded answers; all runs share the record, the models and the prompts."""
 
     config: EngineConfig
     pair: Pair
@@ -263,7 +264,7 @@ class Replay:
             )
 
 
-def regret(replay: Replay, prices: Prices, cell: tuple[float, int], rounds: int) -> dict[str, float]:
+def regret(replay: RecordedRuns, prices: Prices, cell: tuple[float, int], rounds: int) -> dict[str, float]:
     """Return the gains of fixed trees and of `auto`, and what `auto` gains when a cause of its losses is removed."""
     rate = partial(replay.rate, prices, cell)
     off, *fixed = (rate(way) for way in (OFF, *(Speculation(auto=False, num_speculative_tokens=n) for n in FIXED)))
@@ -284,6 +285,8 @@ def regret(replay: Replay, prices: Prices, cell: tuple[float, int], rounds: int)
 def measure(run: Run) -> Report:
     """Measure. Raises ConfigError before anything is loaded."""
     plan: ReplayPlan = run.plan
+    if plan.target_cost is not None:
+        raise ConfigError("the clock has costs of its own: leave --target-cost out")
     torch.set_num_threads(1)
     args = run.args.model_copy(update={"dtype": "float32", "device": "cpu"})
     most = max(8, *plan.batches)
@@ -291,7 +294,7 @@ def measure(run: Run) -> Report:
     config = replace(config, max_num_batched_tokens=most * config.max_model_len)  # every prompt is one chunk
     assert config.draft is not None
     pair = Pair.load(config.model_path, config.draft.model_path)
-    replay = Replay(config, pair, prompts, plan.max_tokens, {})
+    replay = RecordedRuns(config, pair, prompts, plan.max_tokens, {})
     say("recording the answers")
     replay.take(plan.temperatures)
     with run.report("replay", config, ()) as report:

@@ -89,10 +89,8 @@ class Fronts:
 
     async def _start(self, number: int) -> None:
         """Start a front, and return when it answers. Raises SecateurError if it ends."""
-        told = {
-            "args": self._args.model_dump(
-                mode="json", exclude_unset=True
-            ),  # not on the command line, which shows the key
+        told = {  # on stdin, because a command line would show the key
+            "args": self._args.model_dump(mode="json", exclude_unset=True),
             "config": self._config.to_json(),
             "folder": str(self._folder.path),
             "number": number,
@@ -129,7 +127,10 @@ class Fronts:
             sock.close()
         for number, process in self._running.items():
             is_ready = self._starting[number].done() and not self._starting[number].cancelled()
-            process.terminate() if is_ready else process.kill()
+            if is_ready:
+                process.terminate()
+            else:
+                process.kill()
         deadline = time.monotonic() + self._args.shutdown_timeout + KILL_S
         for process in self._running.values():
             while process.poll() is None and time.monotonic() < deadline:

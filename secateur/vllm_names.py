@@ -31,9 +31,12 @@ ADVICE = _VLLM_ADVICE | {
     for ours, setting in settings_of(EngineSettings).items()
     for name in setting.flag.vllm_names
 }
-"""What to do instead of each of vLLM's settings; also the reference page reference/vllm.md. The others are for SGLang's
-options, without those that vLLM has too, for keys and methods of vLLM's speculative configuration, and for commands.
-SHORT_NAMES has the long names of vLLM's short options that Secateur does not have; -O1 to -O3 are treated likewise."""
+"""Advice on what to write instead of each of vLLM's settings; the reference page reference/vllm.md, too.
+
+The others are for SGLang's options, without those that vLLM has too, for keys and methods of vLLM's speculative
+configuration, and for commands. SHORT_NAMES has the long names of vLLM's short options that Secateur does not have; -O1
+to -O3 are treated likewise.
+"""
 NEEDLESS = frozenset(
     "--enable-chunked-prefill --enable-auto-tool-choice --exclude-tools-when-tool-choice-none "
     "--enable-prompt-tokens-details --enable-server-load-tracking --enable-request-id-headers --disable-log-requests "

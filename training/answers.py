@@ -1,4 +1,4 @@
-"""What a head learns from: conversations that the target answers in this engine, one line per turn in a file.
+"""Collects what a head learns from: conversations that the target answers in this engine, one line per turn.
 
     write_answers(options)               goes on until `--conversations` are answered, or `--answer-minutes` have passed
     read_lines(folder) -> [{"id": of the conversation, "prompt": token ids, "answer": token ids}, ...]

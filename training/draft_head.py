@@ -1,4 +1,4 @@
-"""What all heads that are trained have in common: their parts, what they draft, the loss and the checkpoint.
+"""Has what all trained heads have in common: their parts, what they draft, the loss and the checkpoint.
 
     head.draft(batch, num_depths, generator)        yields what the head drafts, one `Drafted` per depth
     acceptance_loss(drafts, batch, draft_ids)       the loss, and agreement and acceptance by depth

@@ -131,7 +131,7 @@ class Service:
     """See `AnswerReaders`, as for the next one."""
     tool_call_parser: Literal["auto"] | ToolCallFormat = "auto"
     shared: Shared = field(default_factory=Shared)
-    """What all fronts of the engine count together."""
+    """Holds what all fronts of the engine count together."""
     tracing: Tracing = field(default_factory=Tracing.from_environment)
     created: int = field(default_factory=lambda: int(time.time()))
     admission: Admission = field(init=False)

@@ -58,14 +58,14 @@ class Forecast:
     """Everything that `secateur plan` predicts of an engine. Its JSON has the same names."""
 
     acceptance: str
-    """Where the chances of acceptance come from."""
+    """Says where the chances of acceptance come from."""
     memory: tuple[MemoryNeed, ...]
     smallest_tensor_parallel_size: int | None
     """The smallest one that fits."""
     max_batch: int
     """The largest batch of one replica."""
     max_batch_reason: str
-    """What limits it."""
+    """Names what limits it."""
     kv_pages: int
     batches: tuple[BatchForecast, ...]
 

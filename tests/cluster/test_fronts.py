@@ -25,7 +25,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.fake_service import wait_for
 
 PENDING = 8
-"""What an engine with one place holds."""
+"""Requests that an engine with one place holds."""
 BODY = {"prompt": [5], "max_tokens": 400}
 
 
