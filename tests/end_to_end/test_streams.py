@@ -82,5 +82,5 @@ def test_two_hundred_streams_have_the_outputs_of_single_ones() -> None:
             if [token for chunk in chunks for token in chunk] != alone.choices[0].token_ids:
                 assert "acceptance" in request["speculative"], "a seed promises no tokens under rejection alone"
                 num_parted += 1
-            assert len(alone.choices[0].token_ids) == request["max_tokens"] and len(chunks) > 1
+            assert len(alone.choices[0].token_ids) == request["max_tokens"]
         assert num_parted <= 2, "of 13"

@@ -111,10 +111,11 @@ def test_a_seeded_answer_is_the_same_with_and_without_drafts(url: str) -> None:
 
 def test_a_stream_is_the_whole_answer_in_pieces(url: str) -> None:
     with Client(url) as client:
-        whole = client.chat("Write a loop.", **GREEDY)
-        chunks = list(client.stream_chat("Write a loop.", **GREEDY))
+        asked = GREEDY | {"max_tokens": 200, "ignore_eos": True}  # steps that wait for a busy front become one event
+        whole = client.chat("Write a loop.", **asked)
+        chunks = list(client.stream_chat("Write a loop.", **asked))
     assert "".join(chunk.text for chunk in chunks) == whole.text
-    assert len(chunks) > 2
+    assert len(chunks) > 1
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
@@ -223,7 +224,7 @@ def test_our_clients_see_only_a_pause_when_the_proxy_and_the_replica_are_killed(
         chunks = []
         for chunk in client.stream_complete(PROMPT, **params, **ids):
             chunks.append(chunk)
-            if len(chunks) == 8 and begun is not None:
+            if len(chunks) == 2 and begun is not None:
                 begun.wait(60)
         return chunks
 
