@@ -6,7 +6,8 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -47,18 +48,36 @@ def main(run: Callable[..., None], description: str) -> None:
     log_as(config.role_of(args.rank))
     name_process(config.role_of(args.rank))
     send_beats_if_asked(PULSE_VARIABLE, args.rank)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if config.device == "cpu":
         torch.set_num_threads(config.threads if args.rank < config.tensor_parallel_size else 1)
-    address, store = args.store, None
-    if opens_store:
-        store, address = groups.open_store(args.host)  # the rendezvous lives as long as this rank runs
-        print(f"store {address}", flush=True)
-        own["on_joined"] = partial(_joined, store)
-    if args.rank == 0:
-        own["front"] = args.front
-    run(config, specs, args.rank, address, **own)
-    del store
+    with exit_on_sigterm():
+        address, store = args.store, None
+        if opens_store:
+            store, address = groups.open_store(args.host)  # the rendezvous lives as long as this rank runs
+            print(f"store {address}", flush=True)
+            own["on_joined"] = partial(_joined, store)
+        if args.rank == 0:
+            own["front"] = args.front
+        run(config, specs, args.rank, address, **own)
+        del store
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the block with exit status 0, wherever it arrives."""
+    is_told = False
+
+    def stop(*_: object) -> None:
+        nonlocal is_told
+        is_told = True
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except Exception:
+        if not is_told:  # C code that is interrupted may raise an error of its own instead, as slicing weights does
+            raise
 
 
 def _joined(store: groups.RendezvousStore) -> None:

@@ -111,7 +111,7 @@ def test_a_seeded_answer_is_the_same_with_and_without_drafts(url: str) -> None:
 
 def test_a_stream_is_the_whole_answer_in_pieces(url: str) -> None:
     with Client(url) as client:
-        asked = GREEDY | {"max_tokens": 200, "ignore_eos": True}  # steps that wait for a busy front become one event
+        asked = GREEDY | {"max_tokens": 200}  # steps that wait for a busy front become one event
         whole = client.chat("Write a loop.", **asked)
         chunks = list(client.stream_chat("Write a loop.", **asked))
     assert "".join(chunk.text for chunk in chunks) == whole.text
