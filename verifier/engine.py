@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise, zip_longest
 from operator import attrgetter
 
@@ -25,7 +26,7 @@ from verifier.hidden_states import HiddenStateBuffer
 from verifier.prefix_cache import PrefixCache
 from verifier.request import NewTokens, Request
 from verifier.scheduler import Limits, Step, schedule
-from verifier.step_inputs import Move, StepInputs
+from verifier.step_inputs import Fold, Move, StepInputs
 from verifier.target import Target
 from verifier.tree import with_chains
 from verifier.tree_records import StepTimes, tree_records
@@ -73,6 +74,8 @@ class Engine:
         row_costs: RowCosts = UNPROFILED,
         offer_link: Callable[[], ChannelOffer] | None = None,
     ) -> None:
+        if target.has_states and config.enable_prefix_caching:
+            config = replace(config, enable_prefix_caching=False)  # shared pages would lack the state behind them
         self._config = config
         self._target = target
         self._drafter = DrafterPeer(drafter, offer_link, self._drafter_lost)
@@ -80,7 +83,7 @@ class Engine:
         self._allocator = PageAllocator(num_pages)
         self._prefix_cache = PrefixCache(self._allocator, config.page_size, is_enabled=config.enable_prefix_caching)
         self._hidden_states = HiddenStateBuffer(target.state_pool, self._prefix_cache.keep_states)
-        self._inputs = StepInputs(config.page_size, config.eos_token_ids)
+        self._inputs = StepInputs(config.page_size, config.eos_token_ids, has_states=target.has_states)
         self._controller = Controller(config, row_costs, self._count_allowed)
         self._limits = Limits(
             max_num_seqs=config.max_num_seqs,
@@ -89,7 +92,9 @@ class Engine:
         )
         self._waiting: list[Request] = []  # by `Request.order`, as the next one
         self._running: list[Request] = []
+        self._free_seats = list(range(config.max_num_seqs, 0, -1))
         self._moves: list[Move] = []  # accepted paths to compact before the next forward
+        self._folds: list[Fold] = []  # accepted rows that recurrent states take in before the next forward
         self._chunks: list[TokenChunk] = []  # for the front
         self._stats = EngineStats()
         self._drafting = Drafting(self._controller, self._drafter, target, self._hidden_states, self._inputs)
@@ -210,8 +215,11 @@ class Engine:
             self._waiting.remove(request)
         else:
             self._running.remove(request)
+            self._free_seats.append(request.seat)
+            request.seat = 0
         self._publish([request])
         self._moves = [move for move in self._moves if move.request is not request]
+        self._folds = [fold for fold in self._folds if fold.request is not request]
         self._allocator.free(request.pages)
         self._prefix_cache.release(request)
         self._hidden_states.free(request)
@@ -243,6 +251,7 @@ class Engine:
         """Give a waiting request its seat and the pages that hold the beginning of its tokens."""
         self._waiting.remove(request)
         insort(self._running, request, key=_ORDER)
+        request.seat = self._free_seats.pop()
         if pages:
             request.share(pages, self._config.page_size, self._prefix_cache.share(request, pages))
             state_1X = self._prefix_cache.last_state(pages)
@@ -257,8 +266,8 @@ class Engine:
     def _verify(self, step: Step, drafts: DraftBatch) -> list[Verdict]:
         """Return the verdicts on all trees, then one for each completed prompt, which is a root without a tree."""
         began = time.perf_counter()
-        target_step = self._inputs.target_step(drafts.trees, step.decode, step.prefill, self._moves)
-        self._moves = []
+        target_step = self._inputs.target_step(drafts.trees, step.decode, step.prefill, self._moves, self._folds)
+        self._moves, self._folds = [], []
         packed_at = time.perf_counter()
         drawn = self._target.run(target_step, self._stats.steps, while_waiting=self._catch_up)
         drawn_at = time.perf_counter()
@@ -304,6 +313,9 @@ class Engine:
     ) -> None:
         """Apply the verdicts: KV moves of accepted paths, states for the drafter, new tokens, finished requests."""
         self._advance(step, verdicts)
+        if self._target.has_states:  # every decoding request goes on from its root, even if no draft was accepted
+            rows = zip(step.decode, drafts.trees.offsets.tolist(), verdicts, strict=False)
+            self._folds = [Fold(request, _rows(begin, verdict.path)) for request, begin, verdict in rows]
         self._buffer_states(step, drafts, verdicts)
         finishing = [request for request, _ in step.finishing]
         requests, begins = step.decode + finishing, drafts.trees.offsets.tolist()

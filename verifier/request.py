@@ -47,6 +47,7 @@ class Request:
     is_constrained: bool = field(init=False)
     has_grammar: bool = field(init=False)
     pages: array[int] = field(default_factory=partial(array, "i"))  # may be thousands, and every step reads them
+    seat: int = 0  # its place in the pool of recurrent states while it runs; 0 = none
     num_computed: int = 0  # positions whose KV the target holds
     num_fed: int = field(init=False)  # drafter slots filled
     num_scored: int = 0  # leading prompt positions whose next token's log-probability is known; see `to_score`

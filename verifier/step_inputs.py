@@ -19,7 +19,16 @@ from verifier.request import Request
 from verifier.tree import PromptChunk, TreeMetadata, chunk_metadata, tree_metadata
 from workers.config import TreeRules
 from workers.sampling.logits_state import pack_logits_states
-from workers.types import AttentionMetadata, DraftCosts, DraftRequest, SamplingBatch, ScoredRows, TargetStep, TreeBatch
+from workers.types import (
+    AttentionMetadata,
+    DraftCosts,
+    DraftRequest,
+    Folds,
+    SamplingBatch,
+    ScoredRows,
+    TargetStep,
+    TreeBatch,
+)
 
 
 class Move(NamedTuple):
@@ -30,12 +39,23 @@ class Move(NamedTuple):
     target: int  # the slot of the token's position
 
 
-class StepInputs:
-    """Builds a step's messages. It keeps the parameters of the last batch, which is mostly that of the next step."""
+class Fold(NamedTuple):
+    """The accepted rows of a request's tree, which its recurrent state takes in: rows of the last step."""
 
-    def __init__(self, page_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    request: Request
+    rows: list[int]  # the root, then the path
+
+
+class StepInputs:
+    """Builds a step's messages. It keeps the parameters of the last batch, which is mostly that of the next step.
+
+    has_states: the target has recurrent states.
+    """
+
+    def __init__(self, page_size: int, eos_token_ids: tuple[int, ...], *, has_states: bool = False) -> None:
         self._page_size = page_size
         self._eos_token_ids = eos_token_ids
+        self._has_states = has_states
         self._drafted: _DraftParams | None = None
         self._verified: _BatchParams | None = None
 
@@ -70,6 +90,7 @@ class StepInputs:
         decode: list[Request],
         prefill: Sequence[tuple[Request, PromptChunk]] = (),
         moves: Sequence[Move] = (),
+        folds: Sequence[Fold] = (),
     ) -> TargetStep:
         """Build one forward over all trees and chunks. It samples every tree row and the last row of each prompt."""
         num_trees, num_tree_rows = len(decode), len(trees.token_N)
@@ -90,6 +111,12 @@ class StepInputs:
         if len(finishing) < len(prefill):  # an unfinished prompt draws no token
             sampled = _params_of([*decode, *(prefill[i][0] for i in finishing)])
         is_one_row_each = not prefill and len(request_R) == num_trees
+        seats = {}
+        if self._has_states:
+            begun = [request.seat if chunk.start else 0 for request, chunk in prefill]
+            read = [request.seat for request in decode] + begun
+            written = [0] * num_trees + [request.seat for request, _ in prefill]
+            seats = {"read_seat_B": _int32(read).numpy(), "write_seat_B": _int32(written).numpy()}
         return TargetStep(
             copy_source=_physical_slots(moves, [move.source for move in moves], self._page_size),
             copy_target=_physical_slots(moves, [move.target for move in moves], self._page_size),
@@ -106,12 +133,14 @@ class StepInputs:
                 slot_N=meta.slot_N,
                 visible_N=meta.visible_N,
                 ancestors_N=meta.ancestors_N,
+                **seats,
             ),
             sampling=params.sampling if is_one_row_each else params.sampling.rows(torch.from_numpy(request_R)),
             has_logprobs=sampled.has_logprobs,
             has_sampled=sampled.has_sampled,
             has_draws=sampled.has_draws,
             scored=_scored_rows(prefill, begins),
+            folds=_folds(folds),
         )
 
     def _constraints(self, requests: list[Request], params: _BatchParams) -> Tensor:
@@ -178,6 +207,16 @@ def _scored_rows(prefill: Sequence[tuple[Request, PromptChunk]], begins: Sequenc
             tokens += request.tokens[positions.start + 1 : positions.stop + 1]
             num_top += [request.submit.num_prompt_logprobs or 0] * len(positions)
     return ScoredRows(row_S=_int32(rows), token_S=_int32(tokens), num_top_S=_int32(num_top)) if rows else None
+
+
+def _folds(folds: Sequence[Fold]) -> Folds | None:
+    if not folds:
+        return None
+    return Folds(
+        offsets=_int32(list(accumulate((len(fold.rows) for fold in folds), initial=0))),
+        row_A=_int32([row for fold in folds for row in fold.rows]),
+        seat_F=_int32([fold.request.seat for fold in folds]),
+    )
 
 
 def _traced(requests: list[Request]) -> Tensor | None:

@@ -79,6 +79,11 @@ class Target:
         self._raw_RV: Tensor | None = None
         self._scores_S: list[TokenLogprobs] = []
 
+    @property
+    def has_states(self) -> bool:
+        """True if the model has recurrent states beside keys and values."""
+        return self._kv.states is not None
+
     def run(self, step: TargetStep, number: int, while_waiting: Callable[[], None] = _nothing) -> list[int]:
         """Rank 0: run one step on all ranks. Return the token drawn at each sampled row, or [] if no row draws one.
 
@@ -169,6 +174,8 @@ class Target:
             self._decoder.kernels.copy_slots(
                 self._kv.data, to_device(step.copy_source.long(), device), to_device(step.copy_target.long(), device)
             )
+        if step.folds is not None:
+            self._decoder.fold(step.folds, self._kv)
         if self.graphs is None:
             plan = self._decoder.plan(step.attention, self._page_size)
             hidden = self._decoder.forward(

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from verifier.request import Request
-from verifier.step_inputs import Move, StepInputs
+from verifier.step_inputs import Fold, Move, StepInputs
 from verifier.target import Target
 from verifier.tree import chains
 from workers.comm.ipc import Submit
@@ -44,10 +44,12 @@ def timed_forward(
     sizes = [size] * (num_rows // size) + [num_rows % size] * (num_rows % size > 0)
     submit = Submit(id=0, prompt=[0] * (num_slots - size + 1), max_tokens=1, sampling=sampling)
     pages = array("i", range(1, 1 + -(-num_slots // config.page_size)))
-    request = Request(submit, Rule.COUPLED, None, 0, pages=pages)
+    request = Request(submit, Rule.COUPLED, None, 0, pages=pages, seat=1)
     moves = [Move(request, 0, 0)]  # so that the move of accepted paths is compiled too
+    folds = [Fold(request, [0])] if target.has_states else []
+    inputs = StepInputs(config.page_size, (), has_states=target.has_states)
     trees = chains([[0] * size for size in sizes])
-    step = StepInputs(config.page_size, ()).target_step(trees, [request] * len(sizes), moves=moves)
+    step = inputs.target_step(trees, [request] * len(sizes), moves=moves, folds=folds)
     if num_rows > (most := config.max_num_seqs * config.tree_rows):  # only a prompt has so many rows, and few draw
         step = replace(
             step,

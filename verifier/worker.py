@@ -121,7 +121,10 @@ def load(world: World, specs: Specs, graphs_of: EngineConfig | None = None) -> t
     page_bytes = features.width * dtype.itemsize  # rank 0 keeps one state per page, see verifier.prefix_cache
     workspace = target_workspace(config, spec, num_taps=len(features.tap_layers), state_width=features.width)
     num_pages = agree_on_pages(world, slot_bytes + -(-page_bytes // config.page_size), bytes_beside=workspace.total)
-    kv = decoder.new_kv_pool(num_pages * config.page_size, kv_type)
+    if spec.delta is not None and world.leads:
+        logger.info("%s: a hybrid: prefixes are not cached, and it reads text alone", world.role)
+    seats, tree_rows = config.max_num_seqs, config.max_num_seqs * config.tree_rows
+    kv = decoder.new_kv_pool(num_pages * config.page_size, kv_type, num_seats=seats, num_tree_rows=tree_rows)
     _compile_moves(kernels, kv, config)
     graphs = None
     if can_capture(kernels, world.device, config.enforce_eager) and decoder.can_be_captured:

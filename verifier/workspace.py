@@ -5,8 +5,9 @@ from __future__ import annotations
 from verifier.hidden_states import max_unsorted_states
 from workers.config import EngineConfig
 from workers.cuda_graphs import MOST_ROWS, sizes
+from workers.kernels.torch_delta import MOST_PIECES, PIECE_ROWS
 from workers.kv_sizing import logits_bytes
-from workers.models.specs import ModelSpec
+from workers.models.specs import DeltaSpec, ModelSpec
 from workers.workspace import (
     LIBRARY_BYTES,
     PassShape,
@@ -16,7 +17,15 @@ from workers.workspace import (
     max_step_rows,
     may_capture,
     pass_bytes,
+    seat_bytes,
 )
+
+
+def _pieces_bytes(delta: DeltaSpec, ranks: int) -> int:
+    """Return what a gated delta net holds of the pieces that run at once: three states, and products of row pairs."""
+    heads = delta.num_value_heads // ranks
+    of_rows = 6 * PIECE_ROWS**2 * heads + 8 * PIECE_ROWS * delta.num_channels // ranks
+    return 4 * MOST_PIECES * (3 * heads * delta.key_dim * delta.value_dim + of_rows)
 
 
 def target_workspace(config: EngineConfig, spec: ModelSpec, *, num_taps: int = 0, state_width: int = 0) -> Workspace:
@@ -25,18 +34,22 @@ def target_workspace(config: EngineConfig, spec: ModelSpec, *, num_taps: int = 0
     buffers    a row of tokens, positions and outputs for the most rows of a graph, and the plans of all graphs
     captured   a pass of that many rows
     eager      states that are not in their buffer yet, those of a message to the drafter with their features, a step's
-               outputs, and the larger of a pass without a graph and of the logits
+               outputs, the states of a hybrid's trees that run at once, and the larger of a pass without a graph and of
+               the logits
     """
     item, shape = config.item_bytes, PassShape.of(spec, config.tensor_parallel_size, num_taps)
     rows, outputs = max_step_rows(config), (1 + num_taps) * spec.hidden_size
-    own = sizes(config) if may_capture(config) else []
+    own = sizes(config) if may_capture(config) and spec.delta is None else []
     most = max((size.rows for size in own), default=0)
     eager_rows = rows if rows > min(most, MOST_ROWS) else 0
     features = 2 * spec.hidden_size if state_width else 0
     states = (max_unsorted_states(config) * state_width + max_message_rows(config) * (state_width + features)) * item
+    if spec.delta is not None:
+        states += _pieces_bytes(spec.delta, config.tensor_parallel_size)
     return Workspace(
         buffers=graph_bytes(shape, config, own, input_bytes=2 * 4, widths=outputs),
         captured=pass_bytes(shape, config, most),
         eager=states + rows * outputs * item + max(logits_bytes(config, spec), pass_bytes(shape, config, eager_rows)),
         libraries=LIBRARY_BYTES if config.device == "cuda" else 0,
+        seats=(1 + config.max_num_seqs) * seat_bytes(config, spec),
     )

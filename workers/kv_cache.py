@@ -1,7 +1,8 @@
-"""The paged KV cache: one rank's pool, and the page allocator of rank 0.
+"""What a rank remembers of requests: paged keys and values, recurrent states, and the page allocator of rank 0.
 
 Legend: N packed rows, H = Hkv local key-value heads, d head width. A slot is one token's place in the pool; a page is
-page_size consecutive slots. Page 0 is the null page: never allocated, so padding may point to it.
+page_size consecutive slots. Page 0 is the null page: never allocated, so padding may point to it. A seat is a running
+request's place in the pool of recurrent states.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from workers.config import EngineConfig
 from workers.kernels.block_scaled import FLOAT8_CAPABILITY
 from workers.kernels.select import Kernels
+from workers.models.specs import DeltaSpec
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
@@ -37,7 +39,7 @@ def kv_dtype(config: EngineConfig, kernels: Kernels, device: torch.device) -> to
 
 
 class KVPool:
-    """Keys and values of all layers, [L, slots, 2, Hkv, d].
+    """Keys and values of all layers with attention, [L, slots, 2, Hkv, d]; `states` has what other layers remember.
 
     `dtype` may be FP8 (e4m3 with scale 1) for models of any dtype: `write` converts, and attention converts back to
     the dtype of the queries. A token's entry is rounded once, when it is written, so every later pass reads the same.
@@ -55,7 +57,9 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        states: StatePool | None = None,
     ) -> None:
+        self.states = states
         # Zeros, because a masked-out NaN in a value would still turn a weighted sum into NaN.
         self.data = torch.zeros(num_layers, num_slots, 2, kv_heads, head_dim, dtype=dtype, device=device)
         self._layers = tuple(self.data.unbind(0))
@@ -83,6 +87,46 @@ class KVPool:
             return
         rounded_N2Hd = kv_N2Hd.clamp(-FP8_MAX, FP8_MAX).to(FP8)
         self._byte_layers[index].index_copy_(0, slots_N, rounded_N2Hd.view(torch.uint8))
+
+
+class StatePool:
+    """Recurrent states of all gated delta layers, by seat; a running request has one seat. One rank's heads.
+
+    states [L, seats, H, d, v] float32, and inputs [L, seats, 3, C]: the last three rows before the convolution. Seat 0
+    is the null seat: the state before the first token, which is zero and never written. The stash [L, rows, C + 2 H]
+    has the rows of a step's trees, until the next step folds those that were accepted.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        spec: DeltaSpec,
+        ranks: int,
+        num_seats: int,
+        num_tree_rows: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        layers, heads, channels = len(spec.layers), spec.num_value_heads // ranks, spec.num_channels // ranks
+        shape = (layers, 1 + num_seats, heads, spec.key_dim, spec.value_dim)
+        self.states = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.inputs = torch.zeros(layers, 1 + num_seats, 3, channels, dtype=dtype, device=device)
+        self._stash = torch.zeros(layers, num_tree_rows, channels + 2 * heads, dtype=dtype, device=device)
+        self._widths = [channels, 2 * heads]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return views of one layer's states and inputs."""
+        return self.states[index], self.inputs[index]
+
+    def stash(self, index: int, num_rows: int, qkv_NC: Tensor, ba_N2H: Tensor) -> None:
+        """Keep a step's leading rows of one layer. Only passes at start-up have more rows than there is room for."""
+        room_NX = self._stash[index, :num_rows]
+        torch.cat((qkv_NC[: len(room_NX)], ba_N2H[: len(room_NX)]), dim=1, out=room_NX)
+
+    def stashed(self, index: int, row_A: Tensor) -> tuple[Tensor, Tensor]:
+        """Return stashed rows of one layer: [A, C] and [A, 2 H]."""
+        qkv_AC, ba_A2H = self._stash[index].index_select(0, row_A).split(self._widths, dim=1)
+        return qkv_AC, ba_A2H
 
 
 class OutOfPages(RuntimeError):

@@ -183,6 +183,10 @@ def as_signed64(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
+def _no_seats() -> np.ndarray:
+    return np.zeros(0, dtype=np.int32)
+
+
 @dataclass(frozen=True, kw_only=True)  # no slots, because of the cached property
 class AttentionMetadata:
     """The attention pattern of one packed forward pass over the paged KV cache.
@@ -199,6 +203,10 @@ class AttentionMetadata:
     Example: a request with 10 committed tokens before its root and the tree of `TreeBatch`'s example:
     base 10, slot [10, 11, 12, 13], visible [10, 10, 10, 10], ancestors [0b0001, 0b0011, 0b0101, 0b1011].
     A prompt chunk of positions 4..6 of another request: base 0, slot [4, 5, 6], visible [5, 6, 7], ancestors [0, 0, 0].
+
+    Recurrent states (`workers.kv_cache.StatePool`) have seats. Request b begins with the state of seat read_seat_B[b],
+    0 = the state before the first token. The state behind a prompt chunk is written to seat write_seat_B[b]. A tree has
+    0 there, because its verdict decides which state follows.
     """
 
     query_offsets: np.ndarray  # [B+1] int32, rows of request b
@@ -207,6 +215,8 @@ class AttentionMetadata:
     slot_N: np.ndarray  # [N] int32, logical slot the row writes
     visible_N: np.ndarray  # [N] int32
     ancestors_N: np.ndarray = field(metadata=column("int64"))  # [N] int64
+    read_seat_B: np.ndarray = field(default_factory=_no_seats)  # [B] int32; empty = the model has no recurrent states
+    write_seat_B: np.ndarray = field(default_factory=_no_seats)  # [B] int32
 
     @property
     def num_requests(self) -> int:
@@ -308,6 +318,15 @@ class ScoredRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Folds:
+    """The accepted rows of the last step's trees, which the recurrent states take in before the next forward pass."""
+
+    offsets: Tensor  # [F+1] int32
+    row_A: Tensor  # [A] int32, rows of the last step: each root and its accepted path
+    seat_F: Tensor  # [F] int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TargetStep:
     """One forward pass of the target over N packed rows, R of which are sampled. Rank 0 sends it to its TP peers."""
 
@@ -327,3 +346,4 @@ class TargetStep:
     has_sampled: bool  # some request's drafts are sampled: rank 0 keeps the full distributions
     has_draws: bool  # some request follows the target's own draws: every sampled row gets one
     scored: ScoredRows | None = None  # None = no request asks for log-probabilities of its prompt
+    folds: Folds | None = None  # None = no tree of the last step waits, or the model has no recurrent states

@@ -13,6 +13,7 @@ that is what lives through all layers (K), and the widest of four moments: a nor
 MLP, with the residual stream before and behind attention, its norm, attention's output, the fused gate and up, and
 their product; attention, with the residual stream, the input, queries, keys and values, R to rotate them, and W for
 keys and values that are clamped and then converted to 8 bits; and the end, where the taps are copied side by side.
+Hybrids have a fifth: a gated delta net, which computes in float32 from its convolution on.
 Attention's parts are float32 results of up to 64 splits of the keys; the splits of products with 8-bit weights are
 counted whether weights are in 8 bits or not, a few MB.
 Transformers' classes are counted as if they were ours, mixtures of experts by their intermediate_size.
@@ -52,11 +53,22 @@ class Workspace:
     eager: int = 0
     """The most that everything else holds at once: larger passes, logits, sampling."""
     libraries: int = 0
+    seats: int = 0
+    """Recurrent states of all running requests, and the rows of their trees that wait for a verdict."""
 
     @property
     def total(self) -> int:
         """Return the sum."""
-        return self.buffers + self.captured + self.eager + self.libraries
+        return self.buffers + self.captured + self.eager + self.libraries + self.seats
+
+
+def seat_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Return what a rank's `StatePool` takes for each running request; 0 for models without recurrent states."""
+    if spec.delta is None:
+        return 0
+    ranks = config.tensor_parallel_size
+    items = spec.delta.input_items(ranks) + config.tree_rows * spec.delta.stash_items(ranks)
+    return 4 * spec.delta.state_items(ranks) + config.item_bytes * items
 
 
 def max_backlog(config: EngineConfig) -> int:
@@ -107,7 +119,11 @@ class PassShape:
     kept: int
     taps: int = 0
     has_qk_norm: bool = False
+    has_gate: bool = False
     num_windows: int = 1
+    channels: int = 0
+    """Of a gated delta net, and the part of them that are values."""
+    values: int = 0
 
     @staticmethod
     def of(spec: ModelSpec, ranks: int, num_taps: int = 0, *, is_head: bool = False) -> PassShape:
@@ -126,7 +142,10 @@ class PassShape:
             kept=(4 if is_head else num_taps) * width,
             taps=num_taps,
             has_qk_norm=spec.qk_norm,
+            has_gate=spec.attention_gate,
             num_windows=len(set(spec.windows)),
+            channels=spec.delta.num_channels // ranks if spec.delta else 0,
+            values=spec.delta.num_value_heads * spec.delta.value_dim // ranks if spec.delta else 0,
         )
 
     def row_items(self, item_bytes: int, *, is_fp8_kv: bool = False) -> int:
@@ -138,7 +157,8 @@ class PassShape:
         moments = (
             (3 + 2 * wide + 2 * (wide > 1)) * D,
             4 * D + 3 * self.inner,
-            2 * D + self.first_input + Q + 2 * C + max(rotated, written, Q + D),
+            2 * D + self.first_input + Q + 2 * C + max(rotated, written, Q + D) + self.has_gate * 2 * Q,
+            2 * D + 2 * self.channels + self.values + wide * (4 * self.channels + 3 * self.values),
             (3 + 2 * wide + self.taps) * D,
         )
         return self.kept + max(moments) + 2 * self.head

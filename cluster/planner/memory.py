@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from workers.config import EngineConfig
 from workers.kernels.block_scaled import tile_columns
-from workers.models.checkpoint import MTP_PREFIXES, Weights
+from workers.models.checkpoint import MTP_PREFIXES, Weights, text_name
 from workers.models.config_json import fp8_block, read_json
 from workers.models.draft_methods import METHODS, method_of, read_specs
 from workers.models.specs import DraftSpec, ModelSpec, Shapes, TransformersSpec
+from workers.workspace import seat_bytes
 
 _TOKEN_ID_BYTES = 4
 _CONTEXT_BYTES = 512 << 20
@@ -49,7 +50,9 @@ class ModelShard:
     num_layers: int = 0
     hidden_size: int = 0
     attention_width: int = 0
-    """Query heads x head size."""
+    """Query heads x head size, of all layers with attention."""
+    seat_bytes: int = 0
+    """Recurrent states of one running request, and the rows of its tree that wait for a verdict."""
     item_bytes: int = 4
     saved_bytes: int = 0
     """The bytes that matrices in 8 bits save, in memory and each time they are read, over `item_bytes` a weight."""
@@ -73,7 +76,8 @@ def model_shards(config: EngineConfig) -> list[ModelShard]:
     width = max(num_taps, 1) * target.hidden_size * method.reads_features
     workspace = target_workspace(config, target, num_taps=num_taps, state_width=width)
     shard = model_shard(own, target, config.tensor_parallel_size, item, kv_item, sizes)
-    found = [replace(shard, state_bytes=width * item, workspace_bytes=workspace.total)]
+    seat = seat_bytes(config, target)
+    found = [replace(shard, state_bytes=width * item, workspace_bytes=workspace.total, seat_bytes=seat)]
     if draft is None:
         return found
     beside = draft_workspace(config, spec).total
@@ -123,7 +127,7 @@ def model_shard(
         elif len(shape) > 1:
             multiplied += share
             experts += share if ".experts." in name or len(shape) == 3 else 0  # one by one, or in a stack
-    token = spec.num_layers * 2 * -(-spec.num_kv_heads // ranks) * spec.head_dim
+    token = spec.num_kv_layers * 2 * -(-spec.num_kv_heads // ranks) * spec.head_dim
     return ModelShard(
         weight_bytes=held * item - int(saved),
         saved_bytes=int(saved),
@@ -133,7 +137,7 @@ def model_shard(
         expert_share=spec.expert_share,
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
-        attention_width=spec.num_heads * spec.head_dim // ranks,
+        attention_width=spec.num_heads * spec.head_dim * spec.num_kv_layers // ranks,
         item_bytes=item,
     )
 
@@ -160,10 +164,11 @@ def sizes_in_8_bits(config: EngineConfig, folder: str, spec: DraftSpec, ranks: i
         shapes = {name: weights.shape(name) for name in weights.names() if weights.is_float8(name)}
 
     def is_cut(name: str) -> bool:
-        is_split_by_columns = name.endswith(("o_proj.weight", "down_proj.weight"))
+        is_split_by_columns = name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight"))
         return is_split_by_columns and any(shapes[name][1] * rank // ranks % block for rank in range(ranks))
 
-    names = [name for name in shapes if name.endswith("_proj.weight") and not name.endswith(_REPLICATED)]
+    kinds = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")
+    names = [name for name in shapes if name.endswith(kinds) and not name.endswith(_REPLICATED)]
     return {name: 1 + 4 / block for name in names if not is_cut(name)}
 
 
@@ -181,14 +186,12 @@ def tensor_shapes(folder: Path) -> Shapes:
 
 def _of_text_model(shapes: Shapes) -> Shapes:
     """Drop vision and audio towers, which no engine reads, and rename tensors as in a text-only checkpoint."""
-    from workers.models.transformers_load import text_name
-
     if not any("language_model" in name for name in shapes):
         return shapes
     return {
         text_name(name): shape
         for name, shape in shapes.items()
-        if "language_model" in name or name.startswith("lm_head")
+        if "language_model" in name or name.startswith(("lm_head", *MTP_PREFIXES))
     }
 
 

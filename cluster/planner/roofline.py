@@ -9,7 +9,8 @@ In a mixture of experts a row uses the share s of the experts' weights. It multi
 experts uniformly and independently, 1 - (1 - s)^n of the experts' weights are read.
 
 These are added, because kernels run one after the other: reading keys and values once per request; four operations per
-row, cached token and attention width; a fixed time per layer; and with T ranks two all-reduces per layer, each of
+row, cached token and attention width; reading a hybrid's recurrent states for the trees, and reading and writing them
+for what was accepted; a fixed time per layer; and with T ranks two all-reduces per layer, each of
 2 (T - 1) / T times n rows. Adding attention's reads and arithmetic is pessimistic by at most a factor of two.
 """
 
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 from cluster.planner.memory import ModelShard
 from secateur.plan import Hardware
 from workers.config import EngineConfig
+
+_STATE_PASSES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +49,11 @@ def step_time(
     shards: one rank of the target and, if there is a drafter, one of the drafter.
     """
     target, rows = shards[0], batch * (1 + nodes)
-    attention_ms = 1e3 * 4 * target.attention_width * target.num_layers / _flops(hardware)
+    attention_ms = 1e3 * 4 * target.attention_width / _flops(hardware)
     return StepTime(
         verify_ms=forward_ms(target, rows, config.tensor_parallel_size, hardware)
-        + batch * context * (kv_token_ms(target, hardware) + (1 + nodes) * attention_ms),
+        + batch * context * (kv_token_ms(target, hardware) + (1 + nodes) * attention_ms)
+        + batch * _STATE_PASSES * 1e3 * target.seat_bytes / _bandwidth(hardware),
         draft_ms=_draft_ms(config, shards[1], hardware, batch, nodes, context) if nodes else 0.0,
         transfer_ms=hardware.transfer_ms if nodes else 0.0,
         host_ms=hardware.host_ms + hardware.host_request_ms * (batch - 1),

@@ -18,12 +18,11 @@ from drafter.tree.frontier import DraftVocabulary
 from workers.kernels.select import AttentionPlan
 from workers.kv_cache import KVPool
 from workers.models.base import PagedModel
-from workers.models.checkpoint import Weights
+from workers.models.checkpoint import Weights, text_name
 from workers.models.decoder import is_legacy
 from workers.models.layers import ON_CPU, HeadSplit, RankWeights, Runtime, VocabHead
 from workers.models.rope import Rope
 from workers.models.specs import ModelSpec, check_parallel
-from workers.models.transformers_load import text_name
 
 
 class DraftHead(PagedModel):

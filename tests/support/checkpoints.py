@@ -2,6 +2,7 @@
 
 write_model(path, model_type, legacy_rope=False, shards=1, seed=0, **config) -> path      ARCHITECTURES: types to write
 write_multimodal(path, prefix, **config) -> path                    Gemma-3's text model as in its vision checkpoints
+write_hybrid(path, seed=0, is_wrapped=False, **config) -> path      a Qwen3.5, alone or as in its vision checkpoints
 quantize_fp8(path, block) -> path                                   its layers' matrices, with block scales
 dequantize_fp8(path, to) -> to                                      the same checkpoint in float32
 write_eagle3(path, style="safeailab" | "specforge" | "speculators", seed=0, bin_file=False, **config) -> path
@@ -11,7 +12,7 @@ write_block(path, style="deepspec" | "z-lab" | "specforge" | "speculators", seed
                                                                     DSpark, DFlash
 write_bigrams(path, target) -> path                                 DSpark that drafts what each token alone predicts
 load_block(path, target) -> BlockHead                               as its config.json describes it
-add_mtp(path, "qwen3" | "mimo", seed=0) -> path                     to a "qwen3" or "qwen2" model of write_model
+add_mtp(path, "qwen3" | "qwen3_5" | "mimo", seed=0) -> path         to a "qwen3" or "qwen2" model or a hybrid
 """
 
 from __future__ import annotations
@@ -59,8 +60,15 @@ LLAMA3_ROPE = {
 
 
 def randomise(shape: tuple[int, ...], name: str, generator: torch.Generator) -> Tensor:
-    """Initialize weights so that every part of the model matters: norms near 1, biases and matrices far from 0."""
+    """Initialize weights so that every part of the model matters: norms near 1, biases and matrices far from 0.
+
+    Gates of delta nets last from one token to hundreds.
+    """
     value = torch.randn(shape, generator=generator)
+    if name.endswith("A_log"):
+        return torch.rand(shape, generator=generator).mul_(15.9).add_(0.1).log_()
+    if name.endswith("dt_bias"):
+        return value - 3
     if "norm" in name:
         return 1 + 0.2 * value
     if len(shape) == 1:
@@ -91,6 +99,37 @@ def write_model(
         raw["rope_theta"] = rope.pop("rope_theta")
         raw["rope_scaling"] = rope if rope["rope_type"] != "default" else None
         (path / "config.json").write_text(json.dumps(raw))
+    return path
+
+
+HYBRID = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+
+
+def write_hybrid(path: Path, *, seed: int = 0, is_wrapped: bool = False, **overrides: Any) -> Path:
+    """Save a random Qwen3.5, whose norms multiply by 1 + weight; `is_wrapped` adds a vision tower and its prefixes."""
+    write_model(path, "qwen3_5_text", seed=seed, **HYBRID | overrides)
+    tensors = {
+        name: tensor - 1 if "norm" in name and "linear_attn" not in name else tensor
+        for name, tensor in load_file(path / "model.safetensors").items()
+    }
+    if is_wrapped:
+        tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+        tensors["model.visual.patch_embed.proj.bias"] = torch.ones(4)
+        text = json.loads((path / "config.json").read_text()) | {"dtype": "bfloat16"}
+        config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+        vision = {"hidden_size": 16, "num_heads": 1, "depth": 1, "intermediate_size": 16, "out_hidden_size": 64}
+        (path / "config.json").write_text(json.dumps(config | {"vision_config": vision}))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
 
@@ -541,10 +580,13 @@ def add_mtp(path: Path, layout: str, *, seed: int = 0) -> Path:
     config = json.loads((path / "config.json").read_text())
     hidden = config["hidden_size"]
     match layout:
-        case "qwen3":
+        case "qwen3" | "qwen3_5":
             names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
             shapes = {"mtp.fc.weight": (hidden, 2 * hidden)} | {f"mtp.{name}.weight": (hidden,) for name in names}
             shapes |= _layer_shapes("mtp.layers.0.", config, qk_norm=True)
+            if layout == "qwen3_5":  # gates
+                rows, width = shapes["mtp.layers.0.self_attn.q_proj.weight"]
+                shapes["mtp.layers.0.self_attn.q_proj.weight"] = (2 * rows, width)
             edit_config(path, mtp_num_hidden_layers=1)
         case "mimo":
             own = "model.mtp_layers.0."
@@ -562,7 +604,9 @@ def add_mtp(path: Path, layout: str, *, seed: int = 0) -> Path:
                 num_nextn_predict_layers=1,
             )
     generator = torch.Generator().manual_seed(seed + 1)
-    edit_weights(path, add={name: randomise(shape, name, generator) for name, shape in shapes.items()})
+    tensors = {name: randomise(shape, name, generator) for name, shape in shapes.items()}
+    zero_centred = {name: tensor - 1 for name, tensor in tensors.items() if layout == "qwen3_5" and "norm" in name}
+    edit_weights(path, add=tensors | zero_centred)
     return path
 
 

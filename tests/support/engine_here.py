@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from drafter.drafter import Drafter
 from drafter.proposers.base import FeatureProposer, Proposer
 from drafter.proposers.eagle3 import Eagle3Head
+from drafter.proposers.feature_head import FeatureHead
 from drafter.tree.policy import make_tree_policy
 from tests.support.fakes import FakeChannel
 from verifier.adaptive.cost_model import RowCosts
@@ -29,7 +31,7 @@ from workers.kv_cache import kv_dtype
 from workers.models.base import BaseDecoder
 from workers.models.draft_methods import method_of
 from workers.models.eagle3_format import read_eagle3_spec
-from workers.models.fusion import Fusion, load_fusion
+from workers.models.fusion import load_fusion
 from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.sampling.grammar import Grammars, TokenTable
@@ -40,8 +42,8 @@ class Pair:
     """A loaded target and its head, for any number of engines."""
 
     decoder: BaseDecoder
-    fusion: Fusion
-    head: Eagle3Head
+    fusion: Callable[[Tensor], Tensor]
+    head: FeatureHead
 
     @staticmethod
     def load(target_path: Path | str, head_path: Path | str) -> Pair:
@@ -95,12 +97,13 @@ def engine_here(
     assert config.num_pages is not None
     num_slots = config.num_pages * config.page_size
     fusion = waiting = None
-    width, cpu = 3 * pair.decoder.spec.hidden_size, torch.device("cpu")
+    width, cpu = max(1, len(pair.decoder.tap_layers)) * pair.decoder.spec.hidden_size, torch.device("cpu")
     if config.draft is not None and method_of(config.draft).reads_features:
         fusion = pair.fusion
         waiting = HiddenStatePool(max_buffered_states(config), width, dtype=torch.float32, device=cpu)
     kv_type = kv_dtype(config, pair.decoder.kernels, cpu)
-    kv = pair.decoder.new_kv_pool(num_slots, kv_type)
+    seats, tree_rows = config.max_num_seqs, config.max_num_seqs * config.tree_rows
+    kv = pair.decoder.new_kv_pool(num_slots, kv_type, num_seats=seats, num_tree_rows=tree_rows)
     verifier = target(pair.decoder, kv, config.page_size, None, fusion, waiting)
     vocab_size = pair.decoder.spec.vocab_size
     verifier.grammars = Grammars(TokenTable.of(config, vocab_size))

@@ -14,6 +14,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, Literal, Self
 
@@ -128,11 +129,55 @@ class Memory:
         return contexts
 
 
+class FakeStates:
+    """A fake of recurrent states: each seat holds the tokens that its state has taken in, and no more."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, list[int]] = {0: []}
+        self._stash: list[int] = []
+
+    def forward(self, step: TargetStep, contexts: list[list[int]]) -> None:
+        """Fold the last step's accepted rows, then check that each row's state and path are its context."""
+        if (folds := step.folds) is not None:
+            assert len(set(folds.seat_F.tolist())) == len(folds.seat_F), "two requests have one seat"
+            for seat, (a, b) in zip(folds.seat_F.tolist(), pairwise(folds.offsets.tolist()), strict=True):
+                self.held[seat] = self.held[seat] + [self._stash[row] for row in folds.row_A.tolist()[a:b]]
+        meta, tokens = step.attention, step.token_N.tolist()
+        seats = [seat for seat in meta.write_seat_B.tolist() if seat]
+        seats += [
+            seat for seat, to in zip(meta.read_seat_B.tolist(), meta.write_seat_B.tolist(), strict=True) if not to
+        ]
+        assert len(set(seats)) == len(seats) and 0 not in seats, "whose seat is it?"
+        spans = list(pairwise(meta.query_offsets.tolist()))
+        self._stash = []
+        for (a, b), read, write in zip(spans, meta.read_seat_B.tolist(), meta.write_seat_B.tolist(), strict=True):
+            for row in range(a, b):
+                mask = int(meta.ancestors_N[row])
+                path = [tokens[a + bit] for bit in range(64) if mask >> bit & 1] if mask else tokens[a : row + 1]
+                assert self.held[read] + path == contexts[row], "the state is not that before the row's path"
+            if write:
+                self.held[write] = self.held[read] + tokens[a:b]
+            else:
+                assert a == len(self._stash), "trees come first"
+                self._stash += tokens[a:b]
+
+
 class FakeTarget(Target):
     """A target over a language. A row's hidden state is its (position, token), which proves their alignment. Sampling
-    is that of the real target. waiting: the hidden-state buffer, for a drafter that reads features."""
+    is that of the real target. waiting: the hidden-state buffer, for a drafter that reads features. fake_states: those
+    of a hybrid, which has no prefix cache."""
 
-    def __init__(self, language: Language, page_size: int, max_model_len: int, waiting: HiddenStatePool | None) -> None:
+    has_states = False  # type: ignore[assignment]  # set for each
+
+    def __init__(
+        self,
+        language: Language,
+        page_size: int,
+        max_model_len: int,
+        waiting: HiddenStatePool | None,
+        fake_states: FakeStates | None = None,
+    ) -> None:
+        self.fake_states, self.has_states = fake_states, fake_states is not None
         vocab = language.vocab
         alone = SimpleNamespace(rank=0, size=1)
         spec = SimpleNamespace(vocab_size=vocab)
@@ -156,6 +201,8 @@ class FakeTarget(Target):
         held |= dict(zip(step.copy_target.tolist(), moved, strict=True))
         assert int(step.position_N.max()) < self._max_model_len
         contexts = self.memory.forward(step.attention, step.position_N, step.token_N)
+        if self.fake_states is not None:
+            self.fake_states.forward(step, contexts)
         if step.scored is not None:
             told = [self._language.target(contexts[row]) for row in step.scored.row_S.tolist()]
             args = (step.scored.token_S.tolist(), step.scored.num_top_S.tolist())
@@ -355,7 +402,9 @@ class Bench:
         waiting = None
         if method == "eagle3":
             waiting = HiddenStatePool(max_buffered_states(config), 2, dtype=torch.float32, device=torch.device("cpu"))
-        self.target = FakeTarget(language, config.page_size, config.max_model_len, waiting)
+        # Where nothing is cached, the target is a hybrid.
+        states = None if config.enable_prefix_caching else FakeStates()
+        self.target = FakeTarget(language, config.page_size, config.max_model_len, waiting, states)
         self.proposer = FakeProposer(language, config.page_size, reads_features=method == "eagle3")
         is_hybrid = acceptance.sample_method == "hybrid"
         policy = make_tree_policy(tree, has_leaf_siblings=has_leaf_siblings)
@@ -425,7 +474,9 @@ class Bench:
         counted = {page: n for page in range(self._allocator.num_pages) if (n := self._allocator.num_holders(page))}
         assert counted == holders, "whose page is it?"
         assert len(holders) + self.num_free == self._allocator.num_pages - 1
-        assert not any(request.pages for request in self.engine._waiting)
+        assert not any(request.pages or request.seat for request in self.engine._waiting)
+        seats = [request.seat for request in running]
+        assert sorted(seats + self.engine._free_seats) == list(range(1, 1 + self.engine._limits.max_num_seqs))
         written = [page for request in running for page in request.pages[self._first_written(request) :]]
         assert len(set(written)) == len(written), "two requests write one page"
         if (waiting := self.target.state_pool) is not None:

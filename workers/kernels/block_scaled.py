@@ -66,6 +66,14 @@ def stacked(parts: Sequence[Tensor | BlockScaled]) -> Tensor | BlockScaled:
     return torch.cat([part.dequantized() if isinstance(part, BlockScaled) else part for part in parts])
 
 
+def reordered(weight: Tensor | BlockScaled, row_O: Tensor) -> Tensor | BlockScaled:
+    """Return a weight with these rows."""
+    if not isinstance(weight, BlockScaled):
+        return weight.index_select(0, row_O)
+    values_OI = weight.values_OI.view(torch.uint8).index_select(0, row_O).view(torch.float8_e4m3fn)
+    return BlockScaled(values_OI, weight.scale_BO.index_select(1, row_O), weight.block, weight.dtype)
+
+
 def tile_columns(block: int) -> int | None:
     """Return the columns of a tile for blocks of `block` columns, which no tile crosses; None if there is no tile."""
     columns = min(_TILE_COLUMNS, block & -block)

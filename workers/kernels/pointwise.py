@@ -33,10 +33,14 @@ def rotation(positions_N: Tensor, signed_freq_d: Tensor, scaling: float, dtype: 
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Apply RMSNorm over the last dimension in float32, cast back, then multiply by weight (transformers' order)."""
+    """Apply RMSNorm over the last dimension in float32, cast back, then multiply by weight (transformers' order).
+
+    A float32 weight beside another dtype is one that this would round: it is multiplied first.
+    """
     if x.dtype is torch.float32 and weight.dim() == 1:
         return _rms_norm_on_host(x, weight, eps) if x.is_cpu else F.rms_norm(x, weight.shape, weight, eps)
-    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
+    normed = F.rms_norm(x.float(), x.shape[-1:], None, eps)
+    return (normed * weight).to(x.dtype) if weight.dtype is torch.float32 else normed.to(x.dtype) * weight
 
 
 def _rms_norm_on_host(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -72,9 +76,13 @@ def silu_mul(gate_up_N2I: Tensor) -> Tensor:
 
 
 def rotate_(qk_NHd: Tensor, rotation: Rotation, norm_Hd: Tensor | None = None, eps: float = 0.0) -> None:
-    """Rotate queries and keys in place, x cos + rotate_half(x) sin, after `rms_norm` of each head with `norm_Hd`."""
+    """Rotate queries and keys in place, x cos + rotate_half(x) sin, after `rms_norm` of each head with `norm_Hd`.
+
+    A rotation narrower than a head leaves the other widths as they are.
+    """
     if norm_Hd is not None:
         qk_NHd.copy_(rms_norm(qk_NHd, norm_Hd, eps))
+    qk_NHd = qk_NHd[..., : rotation.cos_N1d.shape[-1]]
     # Rolling by half a head swaps its halves. To the compiler it is an index, where a concatenation is a copy.
     swapped_NHd = qk_NHd.roll(qk_NHd.shape[-1] // 2, dims=-1)
     qk_NHd.mul_(rotation.cos_N1d).addcmul_(swapped_NHd, rotation.sin_N1d)

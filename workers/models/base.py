@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from workers.kernels.select import AttentionPlan
-from workers.kv_cache import KVPool
+from workers.kv_cache import KVPool, StatePool
 from workers.models.layers import HeadSplit, RankWeights, gather_vocab, shard_vocab
 from workers.models.specs import ModelSpec
-from workers.types import AttentionMetadata, Hidden
+from workers.types import AttentionMetadata, Folds, Hidden
 
 
 class PagedModel:
@@ -54,15 +54,21 @@ class PagedModel:
     def bytes_per_slot(self, dtype: torch.dtype) -> int:
         """Bytes of one token's entry on this rank, with keys and values of `dtype`."""
         layers = self._layer_shapes
-        return KVPool.bytes_per_slot(layers.num_layers, self.heads.num_kv_heads, layers.head_dim, dtype)
+        return KVPool.bytes_per_slot(layers.num_kv_layers, self.heads.num_kv_heads, layers.head_dim, dtype)
 
-    def new_kv_pool(self, num_slots: int, dtype: torch.dtype | None = None) -> KVPool:
+    def new_kv_pool(
+        self, num_slots: int, dtype: torch.dtype | None = None, *, num_seats: int = 0, num_tree_rows: int = 0
+    ) -> KVPool:
         """Allocate a pool for this rank's key-value heads; num_slots = pages (with the null page) * page_size.
 
-        dtype: of keys and values (see `kv_dtype`); None = the model's.
+        dtype: of keys and values (see `kv_dtype`); None = the model's. num_seats, num_tree_rows: of the states of a
+        hybrid, see `StatePool`.
         """
-        layers, kv_heads = self._layer_shapes, self.heads.num_kv_heads
-        return KVPool(layers.num_layers, num_slots, kv_heads, layers.head_dim, dtype or self.dtype, self.device)
+        layers, kv_heads, states = self._layer_shapes, self.heads.num_kv_heads, None
+        if layers.delta is not None:
+            states = StatePool(layers.delta, self.tp.size, num_seats, num_tree_rows, self.dtype, self.device)
+        own = dtype or self.dtype
+        return KVPool(layers.num_kv_layers, num_slots, kv_heads, layers.head_dim, own, self.device, states)
 
 
 class BaseDecoder(PagedModel, ABC):
@@ -99,6 +105,9 @@ class BaseDecoder(PagedModel, ABC):
         Returns:
             Hidden: final_ND after the final norm; taps_N3D in tap order, or None without taps. Equal on every rank.
         """
+
+    def fold(self, folds: Folds, kv: KVPool) -> None:  # most models have no recurrent states
+        """Move recurrent states on by the accepted rows of the last forward pass's trees, before the next one."""
 
     @abstractmethod
     def logits(self, hidden_ND: Tensor) -> Tensor:

@@ -120,8 +120,16 @@ class Weights:
             return self.get_range(name, 0, 0, None)
         return self.get_range(name, dim, *split(self.shape(name)[dim], rank, size))
 
-    def matrix(self, name: str, dim: int | None = None, rank: int = 0, size: int = 1) -> Tensor | BlockScaled:
-        """Read a matrix like `get`, in 8 bits if it is stored and kept so.
+    def matrix(
+        self,
+        name: str,
+        dim: int | None = None,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        section: tuple[int, int] | None = None,
+    ) -> Tensor | BlockScaled:
+        """Read a matrix like `get`, in 8 bits if it is stored and kept so. section: split these rows or columns alone.
 
         A part of its columns that begins inside a block is dequantized, because its first block would be narrower.
         """
@@ -130,19 +138,20 @@ class Weights:
         from workers.kernels.block_scaled import BlockScaled, tile_columns
 
         stored = self._find(name)
-        if not (self._keeps_float8 and self.is_float8(name)):
-            return self.get(name, dim, rank, size)
-        assert self.fp8_block is not None and self.dtype is not None
-        block_rows, block = self.fp8_block
         spans = [(0, length) for length in self.shape(name)]
         if dim is not None:
-            spans[dim] = split(self.shape(name)[dim], rank, size)
+            first, end = section or spans[dim]
+            spans[dim] = tuple(first + part for part in split(end - first, rank, size))
+        if not (self._keeps_float8 and self.is_float8(name)):
+            return self.get_range(name, dim or 0, *spans[dim or 0])
+        assert self.fp8_block is not None and self.dtype is not None
+        block_rows, block = self.fp8_block
         rows, columns = (slice(*span) for span in spans)
         if columns.start % block or tile_columns(block) is None:
             if not self._has_told:
                 logger.info("%s: %s is dequantized: blocks of %d columns are cut or too narrow", self.path, name, block)
                 self._has_told = True
-            return self.get(name, dim, rank, size)
+            return self.get_range(name, dim or 0, *spans[dim or 0])
         self._used.add(name)
         part = stored[rows, columns]
         values_OI = torch.empty(part.shape, dtype=part.dtype, device=self.device).copy_(part)
@@ -233,6 +242,15 @@ class Weights:
         if name not in self._slices:
             raise ValueError(f"{self.path}: tensor {name!r} is missing")
         return self._slices[name]
+
+
+def text_name(stored: str) -> str:
+    """Convert a text tensor's name in a composite checkpoint to its name in the text model."""
+    return re.sub(r"^(model\.)?language_model\.(model\.|(?=lm_head))?", _text_prefix, stored)
+
+
+def _text_prefix(match: re.Match[str]) -> str:
+    return "" if match.string.startswith("lm_head", match.end()) else "model."
 
 
 def weight_names(path: Path, present: Collection[str]) -> list[str]:

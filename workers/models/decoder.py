@@ -1,5 +1,6 @@
-"""The target and the draft model: one configurable decoder for the Llama, Mistral, Qwen2, Qwen3 and MiMo families.
+"""The target and the draft model: one configurable decoder for the families of `config_json.SUPPORTED_ARCHITECTURES`.
 
+A layer is a mixer, which reads other rows, and an MLP.
 Legend: N packed rows (no batch axis), D hidden width, V vocabulary, W = ceil(V / T) columns of a logits shard.
 Each rank reads only its slices of the checkpoint. The input embedding is replicated, which saves one all-reduce per
 step at the cost of V * D values of memory.
@@ -8,6 +9,8 @@ step at the cost of V * D values of memory.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +18,11 @@ from torch import Tensor
 
 from workers.kernels.pointwise import Rotation
 from workers.kernels.select import AttentionPlan
+from workers.kernels.torch_delta import DeltaPlan, delta_plan, fold_plan
 from workers.kv_cache import KVPool
 from workers.models.base import BaseDecoder
 from workers.models.checkpoint import MTP_PREFIXES, Weights
+from workers.models.delta import GatedDelta
 from workers.models.layers import (
     Attention,
     HeadSplit,
@@ -26,11 +31,13 @@ from workers.models.layers import (
     TensorParallel,
     VocabHead,
     check_shape,
+    norm_weight,
     shard_vocab,
 )
 from workers.models.rope import Rope
 from workers.models.specs import ModelSpec
-from workers.types import Hidden
+from workers.transfer import to_device
+from workers.types import AttentionMetadata, Folds, Hidden
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +45,11 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class DecoderLayer:
-    """x += attention(norm(x)); x += mlp(norm(x)).
+    """x += mixer(norm(x)); x += mlp(norm(x)).
 
     It reads this rank's share of the tensors whose names start with `prefix`. Raises ValueError for one that is missing
-    or has another shape. has_input_norm: False in the first layer of an EAGLE head.
+    or has another shape. has_input_norm: False in the first layer of an EAGLE head. is_delta: the mixer is a gated
+    delta net instead of attention.
     """
 
     def __init__(
@@ -52,19 +60,42 @@ class DecoderLayer:
         *,
         window: int | None = None,
         has_input_norm: bool = True,
+        is_delta: bool = False,
     ) -> None:
-        self.input_norm_D = weights.get(f"{prefix}input_layernorm.weight") if has_input_norm else None
-        self.attention = Attention(weights, f"{prefix}self_attn.", spec, window=window)
-        self.post_norm_D = weights.get(f"{prefix}post_attention_layernorm.weight")
+        self.input_norm_D = norm_weight(weights, f"{prefix}input_layernorm.weight", spec) if has_input_norm else None
+        self.mixer: Attention | GatedDelta
+        if is_delta:
+            self.mixer = GatedDelta(weights, f"{prefix}linear_attn.", spec)
+        else:
+            self.mixer = Attention(weights, f"{prefix}self_attn.", spec, window=window)
+        self.post_norm_D = norm_weight(weights, f"{prefix}post_attention_layernorm.weight", spec)
         self.mlp = Mlp(weights, f"{prefix}mlp.", spec)
 
-    def __call__(self, x_ND: Tensor, rotation: Rotation, plan: AttentionPlan, kv: KVPool, index: int) -> Tensor:
-        """Run the layer on [N, D]. index: its layer in the KV pool."""
-        eps, kernels = self.attention.eps, self.attention.kernels
+    @property
+    def attention(self) -> Attention:
+        """The mixer of a layer without a gated delta net."""
+        assert isinstance(self.mixer, Attention)
+        return self.mixer
+
+    def __call__(self, x_ND: Tensor, rotation: Rotation, plan: Any, kv: KVPool, index: int) -> Tensor:
+        """Run the layer on [N, D]. plan: the mixer's. index: its layer among those of the same mixer, in the pool."""
+        eps, kernels = self.mixer.eps, self.mixer.kernels
         normed_ND = x_ND if self.input_norm_D is None else kernels.rms_norm(x_ND, self.input_norm_D, eps)
-        delta_ND = self.attention(normed_ND, rotation, plan, kv, index)
-        x_ND, normed_ND = kernels.add_rms_norm(x_ND, delta_ND, self.post_norm_D, eps)
+        mixed_ND = self.mixer(normed_ND, rotation, plan, kv, index)
+        x_ND, normed_ND = kernels.add_rms_norm(x_ND, mixed_ND, self.post_norm_D, eps)
         return x_ND + self.mlp(normed_ND)
+
+
+class HybridPlan(NamedTuple):
+    """One step's plan of a model with both kinds of mixers."""
+
+    attention: AttentionPlan
+    delta: DeltaPlan
+
+    @property
+    def write_slots_N(self) -> Tensor:
+        """See `AttentionPlan`."""
+        return self.attention.write_slots_N
 
 
 class Decoder(BaseDecoder):
@@ -78,11 +109,12 @@ class Decoder(BaseDecoder):
         heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, tp)
         super().__init__(weights, spec, heads, tap_layers)
         self._embedding_VD = weights.get(_EMBEDDING)
+        delta_layers = frozenset(spec.delta.layers if spec.delta else ())
         self._layers = tuple(
-            DecoderLayer(weights, f"model.layers.{index}.", spec, window=window)
+            DecoderLayer(weights, f"model.layers.{index}.", spec, window=window, is_delta=index in delta_layers)
             for index, window in enumerate(spec.windows)
         )
-        self._final_norm_D = weights.get("model.norm.weight")
+        self._final_norm_D = norm_weight(weights, "model.norm.weight", spec)
         if spec.tie_embeddings and not has_own_head(weights, _HEAD, _EMBEDDING, spec.vocab_size, tp):
             self._head = VocabHead.tied(self._embedding_VD, tp)
         else:
@@ -90,16 +122,49 @@ class Decoder(BaseDecoder):
         self._rope = Rope(spec.rope, self.dtype, self.device, self.kernels.rotation)
         weights.finish(allowed=lambda name: _is_ignored(name, spec))
 
+    @property
+    def can_be_captured(self) -> bool:
+        """See `BaseDecoder`. The plan of gated delta layers has no fixed shapes."""
+        return self.spec.delta is None
+
+    def plan(
+        self,
+        metadata: AttentionMetadata,
+        page_size: int,
+        into: Any = None,
+        *,
+        windows: Sequence[int | None] | None = None,
+    ) -> AttentionPlan:
+        """See `PagedModel.plan`."""
+        attention = super().plan(metadata, page_size, into, windows=windows)
+        return attention if self.spec.delta is None else HybridPlan(attention, delta_plan(metadata, self.device))
+
+    @torch.inference_mode()
+    def fold(self, folds: Folds, kv: KVPool) -> None:
+        """See `BaseDecoder.fold`."""
+        states, row_A = kv.states, to_device(folds.row_A, self.device)
+        assert states is not None
+        plan = fold_plan(folds.offsets.numpy(), folds.seat_F.numpy(), self.device)
+        nets = [layer.mixer for layer in self._layers if isinstance(layer.mixer, GatedDelta)]
+        for index, net in enumerate(nets):
+            net.fold(row_A, plan, states, index)
+
     @torch.inference_mode()
     def forward(self, tokens_N: Tensor, positions_N: Tensor, plan: AttentionPlan, kv: KVPool) -> Hidden:
         """See `BaseDecoder.forward`."""
         rotation = self._rope(positions_N)
         captured: dict[int, Tensor] = {}
         x_ND = F.embedding(tokens_N, self._embedding_VD)
+        attention, delta = plan if isinstance(plan, HybridPlan) else (plan, None)
+        num_delta = 0
         for index, layer in enumerate(self._layers):
             if index in self.tap_layers:
                 captured[index] = x_ND
-            x_ND = layer(x_ND, rotation, plan, kv, index)
+            if isinstance(layer.mixer, GatedDelta):
+                x_ND = layer(x_ND, rotation, delta, kv, num_delta)
+                num_delta += 1
+            else:
+                x_ND = layer(x_ND, rotation, attention, kv, index - num_delta)
         captured[len(self._layers)] = x_ND
         taps_N3D = torch.cat([captured[tap] for tap in self.tap_layers], dim=-1) if self.tap_layers else None
         return Hidden(self.kernels.rms_norm(x_ND, self._final_norm_D, self.spec.rms_norm_eps), taps_N3D)
@@ -129,6 +194,6 @@ def is_legacy(name: str) -> bool:
 
 
 def _is_ignored(name: str, spec: ModelSpec) -> bool:
-    """Return True for tensors that are not part of the decoder: legacy buffers and MTP layers."""
+    """Return True for tensors that are not part of the decoder: legacy buffers, MTP layers, the eyes of a Qwen3.5."""
     is_mtp = spec.num_mtp_layers > 0 and name.startswith(MTP_PREFIXES)
-    return is_legacy(name) or is_mtp
+    return is_legacy(name) or is_mtp or (spec.delta is not None and name.startswith("model.visual."))

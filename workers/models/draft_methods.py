@@ -20,6 +20,7 @@ from workers.models.config_json import read_config
 from workers.models.eagle3_format import read_eagle3_spec
 from workers.models.fc_head_format import read_eagle_spec, read_mtp_spec
 from workers.models.head_layers import check_dflash, check_dspark, check_eagle, check_eagle3, check_mtp
+from workers.models.hybrid_format import is_hybrid
 from workers.models.readers import check_model, read_spec
 from workers.models.specs import DraftSpec, ModelSpec, Specs
 
@@ -46,7 +47,18 @@ class DraftMethod:
         return self.weights != "none"
 
 
+def check_draft_model(raw: dict[str, Any], path: Path) -> None:
+    """Raise ValueError for what `check_model` refuses, and for a hybrid."""
+    check_model(raw, path)
+    if is_hybrid(raw):
+        raise ValueError(
+            f"{path} is a hybrid, and hybrid draft models are not implemented: each node of a tree would need a "
+            "recurrent state of its own; use method 'mtp' or 'ngram', or a draft model with attention alone"
+        )
+
+
 def _read_draft_model(path: str, target: ModelSpec) -> DraftSpec:
+    check_draft_model(read_config(Path(path)), Path(path))
     spec = read_spec(path)
     if spec.vocab_size != target.vocab_size:
         raise ValueError(
@@ -66,7 +78,7 @@ _BLOCK_HEAD = DraftMethod(
 
 METHODS = {
     "ngram": DraftMethod(weights="none"),
-    "draft_model": DraftMethod(weights="own", check=check_model, read_spec=_read_draft_model),
+    "draft_model": DraftMethod(weights="own", check=check_draft_model, read_spec=_read_draft_model),
     "eagle": DraftMethod(weights="own", reads_features=True, check=check_eagle, read_spec=read_eagle_spec),
     "mtp": DraftMethod(weights="target", reads_features=True, check=check_mtp, read_spec=read_mtp_spec),
     "eagle3": DraftMethod(weights="own", reads_features=True, check=check_eagle3, read_spec=read_eagle3_spec),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from workers.models.config_json import fp8_block
+from workers.models.hybrid_format import text_config
 from workers.models.specs import ModelSpec
 
 MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -69,7 +70,8 @@ def check_eagle3(raw: dict[str, Any], path: Path) -> None:
 
 def num_mtp_layers(raw: dict[str, Any]) -> int:
     """Return the number of prediction layers that a target's config.json names."""
-    return next((raw[name] for name in MTP_FIELDS if raw.get(name)), 0)
+    text = text_config(raw)
+    return next((text[name] for name in MTP_FIELDS if text.get(name)), 0)
 
 
 def _check_eagle_kind(raw: dict[str, Any], path: Path) -> None:

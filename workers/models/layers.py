@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.kernels.block_scaled import stacked
+from workers.kernels.block_scaled import reordered, stacked
 from workers.kernels.linear import Linear
 from workers.kernels.pointwise import Rotation
 from workers.kernels.select import TORCH, AttentionPlan, Kernels
@@ -112,11 +112,19 @@ def check_shape(weights: Weights, name: str, expected: tuple[int, ...], fields: 
         raise ValueError(f"{weights.path}: {name} is {found}, config.json asks for {expected}: look at its {fields}")
 
 
+def norm_weight(weights: Weights, name: str, spec: ModelSpec) -> Tensor:
+    """Read the weight of an RMSNorm that multiplies by it, or by 1 + weight, which 16 bits would round."""
+    if not spec.zero_centred_norms:
+        return weights.get(name)
+    return weights.get_range(name, 0, 0, None, torch.float32).add_(1)
+
+
 class Attention:
     """Self-attention of one layer: fused QKV projection, QK norm (Qwen3), rope, paged KV cache, output projection.
 
     It reads this rank's slices of `prefix`{q,k,v,o}_proj and, with `qk_norm`, {q,k}_norm. in_width: None = the hidden
-    width. Raises ValueError for a tensor that is missing or has another shape.
+    width. With `attention_gate`, q_proj has the rows of each head's query, then those of its gate; the fused projection
+    has all gates at its end. Raises ValueError for a tensor that is missing or has another shape.
     """
 
     def __init__(
@@ -137,7 +145,7 @@ class Attention:
             spec.num_kv_heads * head_dim,
         )
         shapes: dict[str, tuple[int, ...]] = {
-            "q_proj": (q_rows, in_width),
+            "q_proj": (q_rows * (2 if spec.attention_gate else 1), in_width),
             "k_proj": (kv_rows, in_width),
             "v_proj": (kv_rows, in_width),
             "o_proj": (spec.hidden_size, q_rows),
@@ -148,35 +156,50 @@ class Attention:
 
         self.num_heads = heads.num_heads
         self.num_rotated = heads.num_heads + heads.num_kv_heads
+        self.has_gate = spec.attention_gate
         self.kv_shape = (2, heads.num_kv_heads, head_dim)
-        self.qkv_shape = (self.num_rotated + heads.num_kv_heads, head_dim)
+        num_fused = self.num_rotated + heads.num_kv_heads + (heads.num_heads if self.has_gate else 0)
+        self.qkv_shape = (num_fused, head_dim)
         self.eps, self.scale, self.window = spec.rms_norm_eps, head_dim**-0.5, window
         self.qk_norm_Hd = None
         if spec.qk_norm:  # one weight row per head, so that queries and keys are normalized together
-            q_norm, k_norm = weights.get(f"{prefix}q_norm.weight"), weights.get(f"{prefix}k_norm.weight")
+            q_norm, k_norm = (norm_weight(weights, f"{prefix}{name}.weight", spec) for name in ("q_norm", "k_norm"))
             rows = (q_norm.expand(heads.num_heads, -1), k_norm.expand(heads.num_kv_heads, -1))
             self.qk_norm_Hd = torch.cat(rows)
         kv = (0, heads.kv_rank, heads.kv_parts)
         parts = {"q_proj": (0, rank, size), "k_proj": kv, "v_proj": kv}
-        self.qkv = fused_linear(weights, {f"{prefix}{name}": part for name, part in parts.items()}, spec.qkv_bias)
+        row_O = None
+        if self.has_gate:
+            q_and_gate_H2d = torch.arange(2 * heads.num_heads * head_dim, device=weights.device).view(-1, 2, head_dim)
+            kv = torch.arange(q_and_gate_H2d.numel(), num_fused * head_dim, device=weights.device)
+            row_O = torch.cat((q_and_gate_H2d[:, 0].flatten(), kv, q_and_gate_H2d[:, 1].flatten()))
+        names = {f"{prefix}{name}": part for name, part in parts.items()}
+        self.qkv = fused_linear(weights, names, spec.qkv_bias, row_O)
         self.o = row_parallel_linear(weights, f"{prefix}o_proj", spec.o_bias)
 
     def __call__(self, x_ND: Tensor, rotation: Rotation, plan: AttentionPlan, kv: KVPool, layer: int) -> Tensor:
         """Attend from normalized x_ND; return [N, D] summed over the ranks, without the residual. Writes their KV."""
-        q_NHd = self.write(x_ND, rotation, plan.write_slots_N, kv, layer)
-        return self.attend(q_NHd, plan, kv, layer)
+        qkv_NHd = self.qkv(x_ND).view(-1, *self.qkv_shape)
+        q_NHd = self._write(qkv_NHd, rotation, plan.write_slots_N, kv, layer)
+        return self.attend(q_NHd, plan, kv, layer, qkv_NHd[:, -self.num_heads :] if self.has_gate else None)
 
     def write(self, x_ND: Tensor, rotation: Rotation, slots_N: Tensor, kv: KVPool, layer: int) -> Tensor:
         """Write the rows' KV to these physical slots; return their queries [N, H, d]."""
-        qkv_NHd = self.qkv(x_ND).view(-1, *self.qkv_shape)
-        qk_NHd = qkv_NHd[:, : self.num_rotated]
-        self.kernels.rotate_(qk_NHd, rotation, self.qk_norm_Hd, self.eps)
-        kv.write(layer, qkv_NHd[:, self.num_heads :].view(-1, *self.kv_shape), slots_N)
-        return qkv_NHd[:, : self.num_heads]
+        return self._write(self.qkv(x_ND).view(-1, *self.qkv_shape), rotation, slots_N, kv, layer)
 
-    def attend(self, q_NHd: Tensor, plan: AttentionPlan, kv: KVPool, layer: int) -> Tensor:
+    def _write(self, qkv_NHd: Tensor, rotation: Rotation, slots_N: Tensor, kv: KVPool, layer: int) -> Tensor:
+        num_heads, end = self.num_heads, 2 * self.num_rotated - self.num_heads
+        self.kernels.rotate_(qkv_NHd[:, : self.num_rotated], rotation, self.qk_norm_Hd, self.eps)
+        kv.write(layer, qkv_NHd[:, num_heads:end].view(-1, *self.kv_shape), slots_N)
+        return qkv_NHd[:, :num_heads]
+
+    def attend(
+        self, q_NHd: Tensor, plan: AttentionPlan, kv: KVPool, layer: int, gate_NHd: Tensor | None = None
+    ) -> Tensor:
         """Attend from queries whose KV is written; return [N, D] summed over the ranks."""
         out = self.kernels.tree_attention(q_NHd, kv.layer(layer), plan, self.scale, self.window)
+        if gate_NHd is not None:
+            out = out * gate_NHd.sigmoid().flatten(1)
         return self.tp.all_reduce_(self.o(out))
 
 
@@ -202,13 +225,15 @@ class Mlp:
         return self.tp.all_reduce_(self.down(self.kernels.silu_mul(self.gate_up(x_ND))))
 
 
-def fused_linear(weights: RankWeights, parts: dict[str, tuple[int, int, int]], has_bias: bool) -> Linear:
-    """Read a layer of several tensors' rows, each (dimension, rank, size) of its tensor."""
-    return Linear(
-        stacked([weights.matrix(f"{name}.weight", *part) for name, part in parts.items()]),
-        torch.cat([weights.get(f"{name}.bias", *part) for name, part in parts.items()]) if has_bias else None,
-        weights.kernels,
-    )
+def fused_linear(
+    weights: RankWeights, parts: dict[str, tuple[int, int, int]], has_bias: bool, row_O: Tensor | None = None
+) -> Linear:
+    """Read a layer of several tensors' rows, each (dimension, rank, size) of its tensor; then take `row_O` of all."""
+    matrix = stacked([weights.matrix(f"{name}.weight", *part) for name, part in parts.items()])
+    bias = torch.cat([weights.get(f"{name}.bias", *part) for name, part in parts.items()]) if has_bias else None
+    if row_O is not None:
+        matrix, bias = reordered(matrix, row_O), None if bias is None else bias[row_O]
+    return Linear(matrix, bias, weights.kernels)
 
 
 def row_parallel_linear(weights: RankWeights, name: str, has_bias: bool) -> Linear:

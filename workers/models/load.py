@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from workers.models.base import BaseDecoder
+from workers.models.checkpoint import text_name
 from workers.models.decoder import Decoder
 from workers.models.layers import ON_CPU, RankWeights, Runtime
 from workers.models.specs import ModelSpec, TransformersSpec, check_parallel
@@ -33,7 +34,7 @@ def load_decoder(
         if not 0 <= tap <= spec.num_layers:
             raise ValueError(f"feature layer {tap} is outside a model of {spec.num_layers} layers")
     if not isinstance(spec, TransformersSpec):
-        return Decoder(RankWeights(path, runtime), spec, tap_layers)
+        return Decoder(RankWeights(path, runtime, text_name), spec, tap_layers)
     from workers.models.transformers_model import TransformersDecoder  # imports transformers, which takes seconds
 
     return TransformersDecoder(RankWeights(path, runtime, has_float8=False), spec, tap_layers, max_model_len)

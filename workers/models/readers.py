@@ -10,6 +10,7 @@ from typing import Any
 
 from workers.models.config_json import SUPPORTED_ARCHITECTURES, eos_ids, fp8_block, read_config, read_json
 from workers.models.head_layers import block_kind, num_mtp_layers
+from workers.models.hybrid_format import check_hybrid, delta_spec, is_hybrid, text_config
 from workers.models.specs import ModelSpec
 
 
@@ -38,16 +39,19 @@ def read_spec(path: Path | str) -> ModelSpec:
 
     try:
         if family == "mimo":  # unknown to transformers; its own code derives from Qwen2
-            config = Qwen2Config(**raw)
+            whole = Qwen2Config(**raw)
         else:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            whole = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = whole.get_text_config(decoder=True)
     except Exception as error:  # transformers' validation raises various types, even KeyError
         raise ValueError(f"{path}/config.json is not a valid {family} configuration: {error}") from error
     if config.hidden_act != "silu":
         raise ValueError(f"{path}: activation {config.hidden_act!r} is not supported; supported: silu")
     bias, positions = bool(getattr(config, "attention_bias", False)), reach(config)
+    has_delta, text = is_hybrid(raw), text_config(raw)
+    dtype = raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32"
     return ModelSpec(
-        family=family,
+        family=config.model_type if has_delta else family,
         num_layers=config.num_hidden_layers,
         num_mtp_layers=num_mtp_layers(raw),
         hidden_size=config.hidden_size,
@@ -57,22 +61,25 @@ def read_spec(path: Path | str) -> ModelSpec:
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         rms_norm_eps=config.rms_norm_eps,
-        tie_embeddings=bool(config.tie_word_embeddings),
+        tie_embeddings=bool(whole.tie_word_embeddings),
         qkv_bias=bias or family in ("qwen2", "mimo"),  # Qwen2 always has biases on q, k and v
         o_bias=bias and family not in ("qwen2", "mimo"),
         mlp_bias=bool(getattr(config, "mlp_bias", False)) and family == "llama",
-        qk_norm=family == "qwen3",
-        rope=rope_spec(config),
+        qk_norm=family == "qwen3" or has_delta,
+        zero_centred_norms=has_delta,
+        attention_gate=has_delta,
+        rope=rope_spec(config, is_partial=has_delta),
+        delta=delta_spec(config, path) if has_delta else None,
         windows=_windows(config, family),
         max_position_embeddings=positions.default,
         max_scaled_positions=positions.most,
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
-        eos_token_ids=eos_ids(raw, read_json(path / "generation_config.json")),
+        dtype=str(dtype).removeprefix("torch."),
+        eos_token_ids=eos_ids(raw, text, read_json(path / "generation_config.json")),
     )
 
 
 def check_model(raw: dict[str, Any], path: Path) -> None:
-    """Raise ValueError for a draft head, and for quantization other than in FP8 blocks.
+    """Raise ValueError for a draft head, quantization other than in FP8 blocks, and hybrids that do not run here.
 
     The raw JSON is checked, because transformers' own errors would not say what is supported here.
     """
@@ -89,6 +96,7 @@ def check_model(raw: dict[str, Any], path: Path) -> None:
             f"{path} is an EAGLE-3 draft head, not a model that can run by itself; "
             f'write speculative_config: {{"method": "eagle3", "model": "{path}"}}'
         )
+    check_hybrid(raw, path)
 
 
 def _family(raw: dict[str, Any]) -> str | None:

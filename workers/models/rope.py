@@ -49,14 +49,15 @@ def reach(config: Any) -> Reach:
     return Reach(default, most)
 
 
-def rope_spec(config: Any) -> RopeSpec:
+def rope_spec(config: Any, *, is_partial: bool = False) -> RopeSpec:
     """Return the RopeSpec of a transformers config (from `rope_parameters`, which includes `rope_scaling`).
 
     "dynamic" only changes frequencies beyond max_position_embeddings, which is the limit of all requests, so the
     initial frequencies are exact. "longrope" changes factors as a sequence grows, which would invalidate cached keys.
+    is_partial: the model's class reads `partial_rotary_factor`.
 
     Raises:
-        ValueError: the rope type is not in SUPPORTED_ROPE, or rotates only a part of the head.
+        ValueError: the rope type is not in SUPPORTED_ROPE, or rotates only a part of the head and may not.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -65,12 +66,14 @@ def rope_spec(config: Any) -> RopeSpec:
     if kind not in SUPPORTED_ROPE:
         raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(SUPPORTED_ROPE)}")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    factor = parameters.get("partial_rotary_factor", 1.0)
+    width = int(head_dim * factor)
     if kind == "default":
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        exponent = torch.arange(0, width, 2, dtype=torch.float32) / width
         inv_freq, scaling = 1.0 / (parameters["rope_theta"] ** exponent), 1.0
     else:
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0 or 2 * inv_freq.numel() != head_dim:
+    if (factor != 1.0 and not is_partial) or 2 * inv_freq.numel() != width:
         raise ValueError("partial_rotary_factor is not supported: the whole head must be rotated")
     return RopeSpec(inv_freq=tuple(inv_freq.tolist()), scaling=float(scaling))
 

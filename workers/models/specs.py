@@ -32,21 +32,54 @@ Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Inverse frequencies (head_dim / 2 exact float32 values), and the factor on cos and sin (YaRN)."""
+    """Inverse frequencies (exact float32 values), and the factor on cos and sin (YaRN).
+
+    The first 2 len(inv_freq) widths of a head are rotated, mostly all of them.
+    """
 
     inv_freq: tuple[float, ...]
     scaling: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSpec:
+    """The layers with a gated delta net instead of attention (`workers.models.delta`), in a hybrid model.
+
+    A key head serves num_value_heads / num_key_heads consecutive value heads.
+    """
+
+    layers: tuple[int, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int  # width of a head
+    value_dim: int
+
+    @property
+    def num_channels(self) -> int:
+        """Values of a row's queries, keys and values, which a convolution mixes with those of the rows before it."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    def state_items(self, ranks: int = 1) -> int:
+        """Return the float32 values of one request's state on one rank."""
+        return len(self.layers) * self.num_value_heads * self.key_dim * self.value_dim // ranks
+
+    def input_items(self, ranks: int = 1) -> int:
+        """Return the values that the convolutions of one request remember on one rank: three rows."""
+        return len(self.layers) * 3 * self.num_channels // ranks
+
+    def stash_items(self, ranks: int = 1) -> int:
+        """Return the values that one row of a tree keeps on one rank until its verdict."""
+        return len(self.layers) * (self.num_channels + 2 * self.num_value_heads) // ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A decoder-only model.
 
-    `rms_norm_eps`, the biases, `qk_norm` and `rope` describe the layers of `workers.models.decoder`. A
-    `TransformersSpec` leaves them empty.
+    `rms_norm_eps` to `delta` describe the layers of `workers.models.decoder`. A `TransformersSpec` leaves them empty.
     """
 
-    family: str  # llama, mistral, qwen2, qwen3, mimo; else transformers' model_type
+    family: str  # llama, mistral, qwen2, qwen3, qwen3_5_text, mimo; else transformers' model_type
     num_layers: int
     num_mtp_layers: int = 0  # multi-token prediction layers in the same checkpoint
     hidden_size: int
@@ -61,7 +94,10 @@ class ModelSpec:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    zero_centred_norms: bool = False  # those of the residual stream and of heads multiply by 1 + weight
+    attention_gate: bool = False  # sigmoid of q_proj's other half multiplies each head's output
     rope: RopeSpec = RopeSpec(inv_freq=())
+    delta: DeltaSpec | None = None
     windows: tuple[int | None, ...]  # per layer; None = full attention
     max_position_embeddings: int  # default of max_model_len
     max_scaled_positions: int  # upper limit of max_model_len, with rope scaling
@@ -83,6 +119,11 @@ class ModelSpec:
     def draft_vocab_size(self) -> int:
         """Columns of its logits, as a drafter."""
         return self.vocab_size
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that have keys and values."""
+        return self.num_layers - (len(self.delta.layers) if self.delta else 0)
 
     def matrix_shapes(self) -> Shapes:
         """Return the matrices of its checkpoint."""
@@ -221,19 +262,31 @@ class Specs:
 def _layer_shapes(spec: ModelSpec, prefix: str, first_input: int | None = None) -> Shapes:
     """Return the matrix shapes of decoder layers. first_input: input width of the first layer's attention."""
     heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    hidden, inner = spec.hidden_size, spec.intermediate_size
+    hidden, inner, delta = spec.hidden_size, spec.intermediate_size, spec.delta
     shapes: Shapes = {}
     for number in range(spec.num_layers):
         wide = first_input if first_input is not None and number == 0 else hidden
-        layer = {
-            "self_attn.q_proj": (heads, wide),
-            "self_attn.k_proj": (kv, wide),
-            "self_attn.v_proj": (kv, wide),
-            "self_attn.o_proj": (hidden, heads),
+        layer: Shapes = {
             "mlp.gate_proj": (inner, hidden),
             "mlp.up_proj": (inner, hidden),
             "mlp.down_proj": (hidden, inner),
         }
+        if delta is not None and number in delta.layers:
+            values = delta.num_value_heads * delta.value_dim
+            layer |= {
+                "linear_attn.in_proj_qkv": (delta.num_channels, hidden),
+                "linear_attn.in_proj_z": (values, hidden),
+                "linear_attn.in_proj_b": (delta.num_value_heads, hidden),
+                "linear_attn.in_proj_a": (delta.num_value_heads, hidden),
+                "linear_attn.out_proj": (hidden, values),
+            }
+        else:
+            layer |= {
+                "self_attn.q_proj": (heads * (2 if spec.attention_gate else 1), wide),
+                "self_attn.k_proj": (kv, wide),
+                "self_attn.v_proj": (kv, wide),
+                "self_attn.o_proj": (hidden, heads),
+            }
         shapes |= {f"{prefix}.{number}.{name}.weight": shape for name, shape in layer.items()}
     return shapes
 
@@ -248,6 +301,12 @@ def check_parallel(spec: DraftSpec, size: int) -> None:
         raise ValueError(f"tensor_parallel_size {size} does not fit a {layers.family} model: it runs on one rank only")
     heads, kv_heads = layers.num_heads, layers.num_kv_heads
     legal = [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
+    if size in legal and layers.delta is not None and layers.delta.num_key_heads % size:
+        legal = [t for t in legal if layers.delta.num_key_heads % t == 0]
+        raise ValueError(
+            f"tensor_parallel_size {size} must divide the {layers.delta.num_key_heads} key heads of a gated delta net; "
+            f"use one of {', '.join(map(str, legal))}"
+        )
     if size not in legal:
         raise ValueError(
             f"tensor_parallel_size {size} does not fit a model with {heads} attention heads and {kv_heads} key-value "

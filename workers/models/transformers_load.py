@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workers.models.checkpoint import FP8_SCALE, Weights, split
+from workers.models.checkpoint import FP8_SCALE, Weights, split, text_name
 from workers.models.decoder import has_own_head, is_legacy
 from workers.models.layers import SINGLE, HeadSplit, RankWeights, TensorParallel, shard_vocab
 from workers.models.specs import TransformersSpec
@@ -240,15 +240,6 @@ def _sources(model: Any, weights: Weights, *, is_composite: bool) -> tuple[dict[
         else:
             found.setdefault(name, {}).setdefault(pattern, []).append(stored)
     return {name: _source(name, by_pattern, converters) for name, by_pattern in found.items()}, ignored
-
-
-def text_name(stored: str) -> str:
-    """Convert a text tensor's name in a composite checkpoint to its name in the text model."""
-    return re.sub(r"^(model\.)?language_model\.(model\.|(?=lm_head))?", _text_prefix, stored)
-
-
-def _text_prefix(match: re.Match[str]) -> str:
-    return "" if match.string.startswith("lm_head", match.end()) else "model."
 
 
 def _has_own_head(model: Any, weights: Weights, sources: dict[str, StoredParts], tp: TensorParallel) -> bool:

@@ -173,7 +173,7 @@ def test_llama_3_8b_from_its_config_alone(llama_8b: EngineConfig) -> None:
     assert target.weight_bytes == 2 * (32 * layer + 2 * 128256 * 4096)
     assert target.weight_bytes / 2 == pytest.approx(8.03e9, rel=1e-3)  # as published
     assert target.token_bytes == 2 * 32 * 8 * 128 * 2
-    assert (target.attention_width, target.num_layers) == (4096, 32)
+    assert (target.attention_width, target.num_layers) == (32 * 4096, 32)
 
 
 def test_a_head_stored_as_a_pytorch_file_counts_like_one_in_safetensors(tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ def packed(first_slot: int = 0) -> AttentionMetadata:
         slot_N=np.array(slots, dtype=np.int32),
         visible_N=np.array(slots, dtype=np.int32) + 1,
         ancestors_N=np.zeros(14, dtype=np.int64),
+        read_seat_B=np.zeros(2, dtype=np.int32),
+        write_seat_B=np.array([2, 1], dtype=np.int32),
     )
 
 
@@ -63,9 +65,9 @@ def run_models(folder: Path, tp: TensorParallel) -> dict[str, Tensor]:
     results = {}
     metadata = packed()
     taps = torch.zeros(0)
-    for name in MODELS:
+    for name in ("qwen3_5", *MODELS):
         decoder = load_decoder(folder / name, read_spec(folder / name), Runtime(tp=tp), tap_layers=(0, 1, 2))
-        kv = decoder.new_kv_pool(8 * PAGE)
+        kv = decoder.new_kv_pool(8 * PAGE, num_seats=2)
         hidden = decoder.forward(tokens(), torch.from_numpy(metadata.slot_N), decoder.plan(metadata, PAGE), kv)
         results[name] = decoder.full_logits(hidden.final_ND)
         shard = decoder.logits(hidden.final_ND)
@@ -108,6 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
     for name, overrides in MODELS.items():
         checkpoints.write_model(path / name, name, **overrides)
+    checkpoints.write_hybrid(path / "qwen3_5", linear_num_key_heads=4, linear_num_value_heads=8)
     checkpoints.write_eagle3(
         path / "eagle3", draft_vocab_size=41, head_dim=20, num_hidden_layers=2, style="speculators"
     )

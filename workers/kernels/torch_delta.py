@@ -1,0 +1,211 @@
+"""The gated delta rule over trees and prompt chunks, in plain torch.
+
+    S <- e^g S;   u = beta (v - S^T k);   S <- S + k u^T;   o = S^T q                a token, per value head
+
+Rows that are the nodes of a tree, or a chain, go through it at once. With A[i, j] = 1 where row j is an ancestor of row
+i or i itself, and S0 the state before the first row:
+
+    G = A g                                          the sum of the log gates along each row's path
+    D[i, j] = e^(G_i - G_j) where A[i, j], else 0
+    (I + L) U = beta (V - e^G (K S0))                L = beta (K K^T) D below the diagonal: a triangular solve
+    O = e^G (Q S0) + ((Q K^T) D) U
+    S_e = e^(G_e) S0 + sum_j D[e, j] k_j u_j^T       the state behind row e
+
+L connects a row with its ancestors alone, so each row has the result of its own path, and rows off the path to e do not
+enter S_e. A chain is the tree whose A is lower triangular. (I + L)^-1 by repeated squaring would lose all accuracy
+where keys are nearly equal.
+
+Legend: N packed rows, B pieces that run at once, R rows of a piece (padded to the most), H value heads, K key heads, a
+divisor of H, d key width, v value width. A piece is a tree, or up to 64 rows of a prompt chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.kernels.host import bits_of, highest_bit
+from workers.transfer import to_device
+from workers.types import AttentionMetadata
+
+PIECE_ROWS = 64
+MOST_PIECES = 32
+"""Pieces that run at once: each has two copies of its state."""
+CONV_ROWS = 4
+"""Rows of a path that the convolution sees: the row itself and the three before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """Pieces of similar size that run at once."""
+
+    row_P: Tensor  # [B*R] packed rows; padding repeats a piece's last row
+    path_BRR: Tensor  # bool, A; padding sees itself alone
+    last_B: Tensor  # int64, each piece's last row among its R
+    read_B: Tensor  # int64, the seat of its state
+    write_B: Tensor | None  # int64, the seat that takes the state behind the last row; None = the rows are of trees
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaPlan:
+    """One step of the gated delta layers. Rows of the convolution index [3 inputs of each request; N packed rows]."""
+
+    num_tree_rows: int  # the leading rows
+    pieces: tuple[Pieces, ...]  # one after the other
+    order_N: Tensor  # position of row n in the pieces' concatenated outputs
+    read_B: Tensor  # int64, each request's seat, whose inputs precede its first row
+    window_CN: Tensor  # [4, N] rows of the convolution, from the third ancestor to the row itself
+    write_W: Tensor  # int64, seats of the requests that are not trees
+    tail_W3: Tensor  # their last inputs, as rows of the convolution
+
+
+class _Piece(NamedTuple):
+    """Rows begin .. begin + count - 1 of a request, the turn-th piece of it."""
+
+    turn: int
+    request: int
+    begin: int
+    count: int
+    is_written: bool
+
+    @property
+    def kind(self) -> tuple[int, bool, int]:
+        """What pieces that run at once have in common; the size up to a factor of 4, because of the padding."""
+        return self.turn, self.is_written, (self.count - 1).bit_length() + 1 >> 1
+
+
+def delta_plan(metadata: AttentionMetadata, device: torch.device | str = "cpu") -> DeltaPlan:
+    """Plan one step. Trees come first among the requests; their rows wait for a verdict and write no state."""
+    offsets, ancestors_N = metadata.query_offsets, metadata.ancestors_N
+    read_B, write_B = metadata.read_seat_B, metadata.write_seat_B
+    num_rows, num_requests = len(ancestors_N), metadata.num_requests
+    first_N = offsets[:-1].repeat(np.diff(offsets))
+    row_N = np.arange(num_rows) - first_N
+    above_N = ancestors_N & ~(np.int64(1) << np.minimum(row_N, 63))
+    parent_N = np.where(ancestors_N == 0, row_N, highest_bit(above_N)) - 1  # within the request; -1 = none
+    before = np.empty(3 * num_requests + num_rows, dtype=np.int64)  # rows of the convolution
+    before[: 3 * num_requests] = np.arange(3 * num_requests) - 1
+    before[3 * num_requests :] = np.where(parent_N < 0, 3 * metadata.owner_N + 2, 3 * num_requests + first_N + parent_N)
+    window = [np.arange(3 * num_requests, len(before))]
+    for _ in range(CONV_ROWS - 1):
+        window.insert(0, before[window[0]])
+    written = np.flatnonzero((write_B > 0) & (np.diff(offsets) > 0))
+    tail = [offsets[written + 1].astype(np.int64) - 1 + 3 * num_requests]
+    for _ in range(CONV_ROWS - 2):
+        tail.insert(0, before[tail[0]])
+
+    pieces, order_N, end = [], np.empty(num_rows, dtype=np.int64), 0
+    for group in _groups(offsets.tolist(), write_B.tolist()):
+        request_B, begin_B, count_B = (np.array(column) for column in list(zip(*group, strict=True))[1:4])
+        R = int(count_B.max())
+        row_BR = begin_B[:, None] + np.minimum(np.arange(R), count_B[:, None] - 1)
+        is_real_BR = np.arange(R) < count_B[:, None]
+        chain_R = (np.int64(2) << np.arange(R)) - 1
+        path_BR = np.where(ancestors_N[row_BR] == 0, chain_R, ancestors_N[row_BR])
+        path_BR = np.where(is_real_BR, path_BR, np.int64(1) << np.arange(R))
+        order_N[row_BR[is_real_BR]] = end + np.flatnonzero(is_real_BR)
+        end += row_BR.size
+        is_first_B, is_written = begin_B == offsets[request_B], group[0].is_written
+        pieces.append(
+            Pieces(
+                row_P=to_device(row_BR.reshape(-1), device),
+                path_BRR=to_device(bits_of(path_BR)[..., :R].astype(bool), device),
+                last_B=to_device(count_B - 1, device),
+                read_B=to_device(np.where(is_first_B, read_B[request_B], write_B[request_B]).astype(np.int64), device),
+                write_B=to_device(write_B[request_B].astype(np.int64), device) if is_written else None,
+            )
+        )
+    return DeltaPlan(
+        num_tree_rows=int(np.diff(offsets)[write_B == 0].sum()),
+        pieces=tuple(pieces),
+        order_N=to_device(order_N, device),
+        read_B=to_device(read_B.astype(np.int64), device),
+        window_CN=to_device(np.stack(window), device),
+        write_W=to_device(write_B[written].astype(np.int64), device),
+        tail_W3=to_device(np.stack(tail, axis=1), device),
+    )
+
+
+def fold_plan(offsets: np.ndarray, seat_F: np.ndarray, device: torch.device | str) -> DeltaPlan:
+    """Plan accepted paths: chains that go on from the state of their seat and leave the next one there."""
+    none = np.zeros(offsets[-1], dtype=np.int32)
+    chains = AttentionMetadata(
+        query_offsets=offsets,
+        page_table_BP=none.reshape(-1, 1),
+        base_B=np.zeros_like(seat_F),
+        slot_N=none,
+        visible_N=none,
+        ancestors_N=none.astype(np.int64),
+        read_seat_B=seat_F,
+        write_seat_B=seat_F,
+    )
+    return delta_plan(chains, device)
+
+
+def _groups(offsets: list[int], write: list[int]) -> Iterator[list[_Piece]]:
+    """Yield the pieces that run at once. The pieces of one request follow one another."""
+    pieces = []
+    for request, seat in enumerate(write):
+        begins = range(offsets[request], offsets[request + 1], PIECE_ROWS)
+        for turn, begin in enumerate(begins):
+            count = min(PIECE_ROWS, offsets[request + 1] - begin)
+            pieces.append(_Piece(turn, request, begin, count, seat > 0))
+    pieces.sort(key=lambda piece: piece.kind)
+    for _, of_kind in groupby(pieces, key=lambda piece: piece.kind):
+        group = list(of_kind)
+        yield from (group[i : i + MOST_PIECES] for i in range(0, len(group), MOST_PIECES))
+
+
+def delta_rule(
+    q_BRKd: Tensor | None,
+    k_BRKd: Tensor,
+    v_BRHv: Tensor,
+    beta_BRH: Tensor,
+    g_BRH: Tensor,
+    path_BRR: Tensor,
+    state_BHdv: Tensor,
+    last_B: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the outputs [B, R, H, v] and, with `last_B`, the states behind these rows [B, H, d, v].
+
+    Args:
+        q_BRKd, k_BRKd: normalized; q is scaled. Without q there are no outputs.
+        g_BRH: log gates, at most 0.
+        path_BRR: A.
+        state_BHdv: the states before the first rows.
+    """
+    B, R, K, d = k_BRKd.shape
+    H, v = v_BRHv.shape[2:]
+
+    def per_key_head(x_BHXY: Tensor) -> Tensor:
+        return x_BHXY.view(B, K, H // K, *x_BHXY.shape[2:])
+
+    # In float64: next to large sums, float32 has no digits left for the small gate between two neighbours.
+    total_BHR = g_BRH.transpose(1, 2).double() @ path_BRR.double().transpose(1, 2)
+    decay_BHRR = (total_BHR[..., :, None] - total_BHR[..., None, :]).to(g_BRH.dtype)
+    decay_BHRR = decay_BHRR.masked_fill_(~path_BRR[:, None], float("-inf")).exp_()  # before exp, which may overflow
+    k_BK1Rd = k_BRKd.transpose(1, 2)[:, :, None]
+    kq_BK1Xd = k_BK1Rd if q_BRKd is None else torch.cat((k_BK1Rd, q_BRKd.transpose(1, 2)[:, :, None]), dim=3)
+    score_BK1XR = kq_BK1Xd @ k_BK1Rd.transpose(3, 4)
+    seen_BHXv = (kq_BK1Xd @ per_key_head(state_BHdv)).view(B, H, -1, v)
+    fade_BHR1, beta_BHR1 = total_BHR.to(g_BRH.dtype).exp()[..., None], beta_BRH.transpose(1, 2)[..., None]
+    u_BHRv = beta_BHR1 * (v_BRHv.transpose(1, 2) - fade_BHR1 * seen_BHXv[:, :, :R])
+    if R > 1:
+        link_BHRR = beta_BHR1 * (score_BK1XR[..., :R, :] * per_key_head(decay_BHRR)).view(B, H, R, R)
+        u_BHRv = torch.linalg.solve_triangular(link_BHRR, u_BHRv, upper=False, unitriangular=True)
+    out_BRHv = None
+    if q_BRKd is not None:
+        weight_BHRR = (score_BK1XR[..., R:, :] * per_key_head(decay_BHRR)).view(B, H, R, R)
+        out_BRHv = (fade_BHR1 * seen_BHXv[:, :, R:]).add_(weight_BHRR @ u_BHRv).transpose(1, 2)
+    if last_B is None:
+        return out_BRHv, None
+    piece_B = torch.arange(B, device=last_B.device)
+    decayed_BHRd = (k_BK1Rd * per_key_head(decay_BHRR[piece_B, :, last_B])[..., None]).view(B, H, R, d)
+    behind_BHdv = decayed_BHRd.transpose(2, 3) @ u_BHRv
+    return out_BRHv, behind_BHdv.addcmul_(fade_BHR1[piece_B, :, last_B, :, None], state_BHdv)
