@@ -22,7 +22,7 @@ from workers.kernels.select import AttentionPlan
 from workers.kv_cache import KVPool
 from workers.models.checkpoint import Weights
 from workers.models.decoder import DecoderLayer
-from workers.models.layers import RankWeights, VocabHead, gather_vocab
+from workers.models.layers import RankWeights, VocabHead, gather_vocab, norm_weight
 from workers.models.specs import FcHeadSpec
 
 
@@ -43,7 +43,7 @@ class FcHead(FeatureHead):
                 raise ValueError(f"{source.path}: {name} is {source.shape(name)}, the head needs {wanted}")
 
         def norm(name: str | None) -> Tensor | None:
-            return None if name is None else weights.get(f"{name}.weight")
+            return None if name is None else norm_weight(weights, f"{name}.weight", layers)
 
         super().__init__(weights, layers, embedding[0].get(embedding[1]))
         self.spec = spec

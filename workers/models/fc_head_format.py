@@ -3,11 +3,11 @@
 The feature of a token is the target's last hidden state, after its final norm. Layouts, names without `.weight`:
 
     EAGLE-1/2 (SafeAILab)   fc(+ bias), layers.{i}.*; layer 0 has no input_layernorm; [embed_tokens] [lm_head]
-    MTP, Qwen3 type         mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm}, mtp.layers.0.*
+    MTP, Qwen3 type         mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm}, mtp.layers.0.*; Qwen3.5's is a
+                            layer with attention, its gates and norms as in the target
     MTP, MiMo               model.mtp_layers.0.{input_proj, token_layernorm, hidden_layernorm, final_layernorm}, and
                             the names of a Qwen2 layer beside them; input_proj reads the feature first
-Sources: SafeAILab's cnets1.py, vLLM's qwen3_next_mtp.py and mimo_mtp.py. Qwen3-Next's zero-centered norms (1 + w) are
-not implemented, because its target is not supported.
+Sources: SafeAILab's cnets1.py, vLLM's qwen3_next_mtp.py and mimo_mtp.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from workers.models.config_json import read_config, read_json
 from workers.models.head_layers import INSTEAD_OF_MTP, check_eagle, check_mtp, check_target, head_layers
+from workers.models.hybrid_format import text_config
 from workers.models.specs import FcHeadSpec, ModelSpec
 
 
@@ -57,8 +58,9 @@ def read_mtp_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
     Raises:
         ValueError: the target has no such layer, or several.
     """
+    raw = read_json(Path(path) / "config.json")
     if target.num_mtp_layers == 0:
-        check_mtp(read_json(Path(path) / "config.json"), Path(path))
+        check_mtp(raw, Path(path))
         raise ValueError(
             f"method 'mtp': the prediction layers of a {target.family} model are not implemented; {INSTEAD_OF_MTP}"
         )
@@ -67,8 +69,10 @@ def read_mtp_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
             f"{path}: {target.num_mtp_layers} multi-token prediction layers are not supported, only one, which is "
             "used at every depth"
         )
+    if text_config(raw).get("mtp_use_dedicated_embeddings"):
+        raise ValueError(f"{path}: mtp_use_dedicated_embeddings is not implemented for method 'mtp'; {INSTEAD_OF_MTP}")
     # Full attention even if the target's layers have windows, as in vLLM.
-    layers = replace(target, num_layers=1, windows=(None,))
+    layers = replace(target, num_layers=1, windows=(None,), delta=None)
     if target.family == "mimo":
         own = "model.mtp_layers.0."
         return FcHeadSpec(

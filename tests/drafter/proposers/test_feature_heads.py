@@ -46,6 +46,8 @@ class PlainLayers:
         self.head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         rope = config.get("rope_parameters") or config
         self.theta = rope.get("rope_theta", 10000.0)
+        self.rotated = int(self.head_dim * rope.get("partial_rotary_factor", 1.0))
+        self.is_hybrid = config.get("model_type") == "qwen3_5_text"
         kinds = enumerate(config.get("layer_types") or [])
         self.windowed = [f"layers.{index}." for index, kind in kinds if kind == "sliding_attention"]
 
@@ -53,13 +55,13 @@ class PlainLayers:
         return x @ self.w[f"{name}.weight"].T + self.w.get(f"{name}.bias", torch.zeros(()))
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * self.w[f"{name}.weight"]
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * (self.w[f"{name}.weight"] + self.is_hybrid)
 
     def rotate(self, x: Tensor) -> Tensor:
-        half = self.head_dim // 2
+        half = self.rotated // 2
         angle = torch.arange(len(x))[:, None, None] / self.theta ** (torch.arange(half) / half)
-        low, high = x[..., :half], x[..., half:]
-        return torch.cat([low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()], dim=-1)
+        low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat([low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin(), rest], dim=-1)
 
     def layer(self, x: Tensor, prefix: str) -> Tensor:
         """Without the input norm's weight, apply no norm."""
@@ -70,6 +72,9 @@ class PlainLayers:
     def attention(self, x: Tensor, prefix: str) -> Tensor:
         """Row i has rotary position i."""
         q, k, v = (self.linear(x, f"{prefix}self_attn.{n}_proj").view(len(x), -1, self.head_dim) for n in "qkv")
+        gate = None
+        if self.is_hybrid:  # each head's query, then its gate
+            q, gate = q[:, ::2], q[:, 1::2]
         if f"{prefix}self_attn.q_norm.weight" in self.w:
             q, k = self.norm(q, f"{prefix}self_attn.q_norm"), self.norm(k, f"{prefix}self_attn.k_norm")
         q, k = self.rotate(q), self.rotate(k)
@@ -82,7 +87,8 @@ class PlainLayers:
             kv_head = head * k.shape[1] // q.shape[1]
             score = (q[:, head] @ k[:, kv_head].T / self.head_dim**0.5).masked_fill(hidden, float("-inf"))
             mixed.append(score.softmax(-1) @ v[:, kv_head])
-        return self.linear(torch.cat(mixed, dim=-1), f"{prefix}self_attn.o_proj")
+        out = torch.cat(mixed, dim=-1) * (1.0 if gate is None else gate.sigmoid().flatten(1))
+        return self.linear(out, f"{prefix}self_attn.o_proj")
 
     def mlp(self, x: Tensor, prefix: str) -> Tensor:
         y = self.norm(x, f"{prefix}post_attention_layernorm")
@@ -120,7 +126,7 @@ class PlainHead:
                 for index in range(self.num_layers):
                     x = n.layer(x, f"layers.{index}.")
                 fed = x[-1]
-            case "qwen3":
+            case "qwen3" | "qwen3_5":
                 e, f = n.norm(e, "mtp.pre_fc_norm_embedding"), n.norm(f, "mtp.pre_fc_norm_hidden")
                 fed = n.norm(n.layer(n.linear(torch.cat([e, f], dim=-1), "mtp.fc"), "mtp.layers.0."), "mtp.norm")[-1]
             case "mimo":
@@ -152,8 +158,11 @@ def eagle(folder: Path, **options: Any) -> tuple[PlainHead, FcHead]:
 
 
 def mtp(folder: Path, layout: str, **options: Any) -> tuple[PlainHead, FcHead]:
-    family = "qwen2" if layout == "mimo" else "qwen3"
-    path = checkpoints.add_mtp(checkpoints.write_model(folder, family, **options), layout)
+    if layout == "qwen3_5":
+        checkpoints.write_hybrid(folder, **options)
+    else:
+        checkpoints.write_model(folder, "qwen2" if layout == "mimo" else "qwen3", **options)
+    path = checkpoints.add_mtp(folder, layout)
     return PlainHead(layout, path, path), FcHead.load(read_mtp_spec(path, read_spec(path)), path, path)
 
 
@@ -181,6 +190,7 @@ HEADS: dict[str, Callable[[Path], tuple[PlainHead, FcHead | Eagle3Head]]] = {
         folder, "qwen3", head_dim=16, sliding_window=4, use_sliding_window=True, max_window_layers=0
     ),
     "mtp of a tied Qwen3": lambda folder: mtp(folder, "qwen3", head_dim=16, tie_word_embeddings=True),
+    "mtp of a Qwen3.5": lambda folder: mtp(folder, "qwen3_5"),
     "mtp of a MiMo": lambda folder: mtp(
         folder, "mimo", rope_parameters={"rope_type": "default", "rope_theta": 640000.0}
     ),
