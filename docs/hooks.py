@@ -209,9 +209,9 @@ def models() -> str:
     parts = [
         "# Models",
         "The tests compare the logits of each of these with transformers: prompts, trees and chunks, on one rank and "
-        "on two (`tests/workers/models`). All of them draft and are drafted for: EAGLE-3 heads, draft models and "
-        "n-gram lookup need nothing of the architecture. Others that transformers can split between ranks load, too, "
-        "and are untested. [Models](../guides/models.md) has formats and exceptions, "
+        "on two (`tests/workers/models`). All of them are drafted for, since EAGLE-3 heads, draft models and n-gram "
+        "lookup need nothing of the architecture, and all but hybrids (Qwen3.5) draft. Others that transformers can "
+        "split between ranks load, too, and are untested. [Models](../guides/models.md) has formats and exceptions, "
         "[limits](../guides/limits.md) what is missing.",
         "\n".join(rows),
     ]

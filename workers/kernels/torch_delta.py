@@ -66,18 +66,18 @@ class DeltaPlan:
 
 
 class _Piece(NamedTuple):
-    """Rows begin .. begin + count - 1 of a request, the turn-th piece of it."""
+    """Rows begin .. begin + num_rows - 1 of a request, the turn-th piece of it."""
 
     turn: int
     request: int
     begin: int
-    count: int
+    num_rows: int
     is_written: bool
 
     @property
     def kind(self) -> tuple[int, bool, int]:
         """What pieces that run at once have in common; the size up to a factor of 4, because of the padding."""
-        return self.turn, self.is_written, (self.count - 1).bit_length() + 1 >> 1
+        return self.turn, self.is_written, (self.num_rows - 1).bit_length() + 1 >> 1
 
 
 def delta_plan(metadata: AttentionMetadata, device: torch.device | str = "cpu") -> DeltaPlan:
@@ -154,8 +154,8 @@ def _groups(offsets: list[int], write: list[int]) -> Iterator[list[_Piece]]:
     for request, seat in enumerate(write):
         begins = range(offsets[request], offsets[request + 1], PIECE_ROWS)
         for turn, begin in enumerate(begins):
-            count = min(PIECE_ROWS, offsets[request + 1] - begin)
-            pieces.append(_Piece(turn, request, begin, count, seat > 0))
+            num_rows = min(PIECE_ROWS, offsets[request + 1] - begin)
+            pieces.append(_Piece(turn, request, begin, num_rows, seat > 0))
     pieces.sort(key=lambda piece: piece.kind)
     for _, of_kind in groupby(pieces, key=lambda piece: piece.kind):
         group = list(of_kind)

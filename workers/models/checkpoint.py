@@ -140,8 +140,9 @@ class Weights:
         stored = self._find(name)
         spans = [(0, length) for length in self.shape(name)]
         if dim is not None:
-            first, end = section or spans[dim]
-            spans[dim] = tuple(first + part for part in split(end - first, rank, size))
+            first, last = section or spans[dim]
+            begin, end = split(last - first, rank, size)
+            spans[dim] = first + begin, first + end
         if not (self._keeps_float8 and self.is_float8(name)):
             return self.get_range(name, dim or 0, *spans[dim or 0])
         assert self.fp8_block is not None and self.dtype is not None

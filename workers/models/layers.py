@@ -171,8 +171,8 @@ class Attention:
         row_O = None
         if self.has_gate:
             q_and_gate_H2d = torch.arange(2 * heads.num_heads * head_dim, device=weights.device).view(-1, 2, head_dim)
-            kv = torch.arange(q_and_gate_H2d.numel(), num_fused * head_dim, device=weights.device)
-            row_O = torch.cat((q_and_gate_H2d[:, 0].flatten(), kv, q_and_gate_H2d[:, 1].flatten()))
+            others = torch.arange(q_and_gate_H2d.numel(), num_fused * head_dim, device=weights.device)
+            row_O = torch.cat((q_and_gate_H2d[:, 0].flatten(), others, q_and_gate_H2d[:, 1].flatten()))
         names = {f"{prefix}{name}": part for name, part in parts.items()}
         self.qkv = fused_linear(weights, names, spec.qkv_bias, row_O)
         self.o = row_parallel_linear(weights, f"{prefix}o_proj", spec.o_bias)

@@ -176,6 +176,28 @@ def test_llama_3_8b_from_its_config_alone(llama_8b: EngineConfig) -> None:
     assert (target.attention_width, target.num_layers) == (32 * 4096, 32)
 
 
+def test_a_hybrid_of_27b_has_states_beside_keys_and_values(tmp_path: Path) -> None:
+    published = {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 5120, "head_dim": 256,
+        "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 48, "vocab_size": 248320, "dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    one, two = (
+        EngineConfig(model_path=str(tmp_path), dtype="bfloat16", max_num_seqs=32, tensor_parallel_size=size)
+        for size in (1, 2)
+    )
+    [shard], [half] = model_shards(one), model_shards(two)
+    assert shard.weight_bytes / 2 == pytest.approx(27e9, rel=0.02)
+    assert shard.token_bytes == 64 * 1024, "16 of 64 layers have keys and values"
+    of_row = 48 * (10240 + 2 * 48)  # a bare root waits for its verdict, too
+    assert shard.seat_bytes == 2 * half.seat_bytes == 144 * 2**20 + 2 * (48 * 3 * 10240 + of_row)
+    assert shard.workspace_bytes > 33 * shard.seat_bytes
+    args = {"model": str(tmp_path), "no_speculation": True, "max_num_seqs": 32, "dtype": "bfloat16"}
+    text = run(EngineArgs.load(args), PlanRequest())
+    assert "recurrent states take 155 MB of a verifier rank for each running request" in text
+
+
 def test_a_head_stored_as_a_pytorch_file_counts_like_one_in_safetensors(tmp_path: Path) -> None:
     target = checkpoints.write_model(tmp_path / "target", "llama")
     config = EngineConfig(model_path=str(target), dtype="bfloat16")

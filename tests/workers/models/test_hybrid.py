@@ -19,10 +19,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import checkpoints
 from tests.support.attention_cases import paths_of
+from workers.kernels.block_scaled import BlockScaled, reordered
 from workers.kernels.select import TORCH
 from workers.kv_cache import KVPool
 from workers.models.base import BaseDecoder
+from workers.models.checkpoint import Weights
 from workers.models.draft_methods import METHODS, check_kinds
+from workers.models.layers import Runtime
 from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.models.specs import Specs, check_parallel
@@ -197,6 +200,37 @@ def test_a_checkpoint_with_a_vision_tower_has_the_text_model_of_the_plain_one(pa
     tokens = some_tokens(random.Random(4), 20)
     one, other = (Run(load_decoder(at, read_spec(at))).forward([[]], [tokens])[0] for at in (path, wrapped))
     assert torch.equal(one, other)
+
+
+def test_sixteen_bits_keep_their_states_in_float32(path: Path) -> None:
+    rng, exact = random.Random(8), load_decoder(path, read_spec(path))
+    half = load_decoder(path, read_spec(path), Runtime(dtype=torch.bfloat16))
+    tokens, parents, drafts = some_tokens(rng, 20), [-1, 0, 0, 2], some_tokens(rng, 4)
+    logits = []
+    for model in (exact, half):
+        run = Run(model)
+        run.forward([[]], [tokens])
+        run.forward([parents], [drafts])
+        run.accept([[0, 2, 3]], [drafts])
+        logits.append(run.forward([[-1, 0]], [[5, 6]])[0])
+        assert run.kv.states is not None and run.kv.states.states.dtype == torch.float32
+    assert (logits[1] - logits[0]).abs().mean() < 0.1 * logits[0].std()
+
+
+def test_fp8_blocks_of_a_hybrid_are_read_by_section_and_head(tmp_path: Path) -> None:
+    path = checkpoints.write_hybrid(tmp_path / "exact", hidden_size=128)
+    checkpoints.dequantize_fp8(checkpoints.quantize_fp8(path, (32, 64)), tmp_path / "whole")
+    tokens = some_tokens(random.Random(9), 12)
+    one, other = (Run(load_decoder(at, read_spec(at))).forward([[]], [tokens])[0] for at in (path, tmp_path / "whole"))
+    assert_close(one, other)
+    weights = Weights(path, torch.bfloat16, keeps_float8=True)
+    name = "model.layers.0.linear_attn.in_proj_qkv.weight"
+    part = weights.matrix(name, 0, 1, 2, section=(64, 192))
+    assert isinstance(part, BlockScaled)
+    row_O = torch.arange(64).flip(0)
+    found = reordered(part, row_O)
+    assert isinstance(found, BlockScaled)
+    assert torch.equal(found.dequantized(), weights.get(name)[128:192][row_O])
 
 
 @pytest.mark.parametrize(
