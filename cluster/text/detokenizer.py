@@ -25,7 +25,8 @@ class IncrementalDetokenizer:
 
     Contract: the texts returned by `feed` and `flush`, joined, equal `tokenizer.decode(prompt + answer)` minus the
     leading `tokenizer.decode(prompt)`. Bytes that may still become a character are held back: returned text is final.
-    Tokens are decoded one at a time, so the engine's steps never show in the text, whatever the decoder does.
+    Tokens are decoded one at a time, so the engine's steps never show in the text, whatever the decoder does. Each is
+    decoded with those before it, unless the tokenizer joins bytes and the token's are whole characters.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
@@ -33,6 +34,8 @@ class IncrementalDetokenizer:
         self._skip = skip_special_tokens
         self._window = list(islice(filter(self._is_visible, reversed(prompt)), _CONTEXT_TOKENS))[::-1]
         self._emitted = self._decode()  # the part of the window's text that has been returned
+        self._holds = _num_unfinished(self._emitted) > 0  # it may lack characters at its end
+        self._is_stale = False  # nothing is held back, and all of the window's text has been returned
 
     def feed(self, ids: Sequence[int]) -> str:
         """Return the text that these tokens complete; it may be empty."""
@@ -41,13 +44,21 @@ class IncrementalDetokenizer:
     def flush(self) -> str:
         """Return the text held back, with incomplete bytes as U+FFFD. Call it once, at the end."""
         text = self._decode()
-        rest, self._emitted = text[self._start_in(text) :], text
+        rest, self._emitted = "" if self._is_stale else text[self._start_in(text) :], text
         return rest
 
     def _feed(self, id: int) -> str:
+        if not self._holds and (whole := self._tokenizer.whole_text(id)) is not None:
+            self._window.append(id)
+            del self._window[:-_MAX_CONTEXT_TOKENS]
+            self._is_stale = True
+            return whole
+        if self._is_stale:
+            self._emitted, self._is_stale = self._decode(), False
         self._window.append(id)
         text = self._decode()
         start, end = self._start_in(text), len(text) - _num_unfinished(text)
+        self._holds = end < len(text)
         if new := text[start:end]:
             self._emitted = text[:end]
         if len(self._window) > _MAX_CONTEXT_TOKENS:

@@ -96,6 +96,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: str, *, revision: str | None = None) -> None:
+        from tokenizers.decoders import ByteLevel
         from transformers import AutoTokenizer  # imported late: it takes seconds
 
         self.path, self.revision = path, revision
@@ -110,7 +111,9 @@ class Tokenizer:
             self._special = frozenset(id for id, token in added if token.special)
         decoder = getattr(self._fast, "decoder", None)
         self._has_byte_fallback = decoder is not None and decoder.decode(["<0xC3>", "<0xA9>"]) == "é"
-        self._texts: dict[int, TokenText] = {}  # a cache, bounded by the vocabulary
+        self._joins_bytes = isinstance(decoder, ByteLevel)
+        self._texts: dict[int, TokenText] = {}  # caches, bounded by the vocabulary
+        self._whole: dict[int, str | None] = {}
         self._prefix = self.encode("a", add_special_tokens=False)
         if not self._prefix:  # transformers' result for a Qwen folder without tokenizer files
             raise ValueError("its vocabulary is missing")
@@ -180,7 +183,14 @@ class Tokenizer:
         """Return False for tokens that `decode` skips: special tokens and unknown ids."""
         if skip_special_tokens and id in self._special:
             return False
-        return self._fast is None or self._fast.id_to_token(id) is not None
+        return self._fast is None or id in self._whole or self._fast.id_to_token(id) is not None
+
+    def whole_text(self, id: int) -> str | None:
+        """Return what a token of the vocabulary adds to any text of whole characters; None if that is not certain."""
+        if id not in self._whole:
+            text = self.decode([id], skip_special_tokens=False) if self._joins_bytes else REPLACEMENT_CHARACTER
+            self._whole[id] = None if REPLACEMENT_CHARACTER in text else text
+        return self._whole[id]
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """Return the vocabulary entries of these ids."""
