@@ -49,7 +49,7 @@ from secateur.responses import (
 from workers.comm.ipc import RequestStats, TokenLogprobs
 from workers.settings import PruneReason
 
-_TEXT = TypeAdapter(str)
+_write_text = TypeAdapter(str).serializer.to_json
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express (the number that OpenAI and vLLM use)."""
 
@@ -113,7 +113,7 @@ class ResponseFormat(ABC):
         if (around := self._around.get((index, kind))) is None:
             mark = new_id("text")
             around = self._around[index, kind] = chunk_of(mark).sse().split(f'"{mark}"')
-        return _TEXT.dump_json(text).decode().join(around)
+        return _write_text(text).decode().join(around)
 
     @property
     def has_totals(self) -> bool:
@@ -350,6 +350,10 @@ class ChatFormat(ResponseFormat):
             reader = self._readers[index] = self._new_reader()
         return reader.feed(delta.text, is_last=delta.finish_reason is not None)
 
+    def _parts(self, read: AnswerParts) -> tuple[str, str | None, tuple[CallPart, ...]]:
+        """Return the content, the reasoning that is shown, and the calls."""
+        return read.content, self._shown(read.reasoning), read.calls
+
     def _delta(self, index: int, delta: TextDelta, read: AnswerParts) -> ChatDelta:
         """Return what a delta of a stream adds to the message."""
         if self._new_reader is None:
@@ -368,9 +372,9 @@ class ChatFormat(ResponseFormat):
 
     def event(self, index: int, generation: Generation, delta: TextDelta) -> str | None:
         """Return the event of `chunk`."""
-        read = self._read(index, delta)
-        content, reasoning = read.content, self._shown(read.reasoning)
-        if read.calls or (content and reasoning) or not self._adds_text_alone(delta):
+        read = None if self._new_reader is None else self._read(index, delta)
+        content, reasoning, calls = (delta.text, None, ()) if read is None else self._parts(read)
+        if calls or (content and reasoning) or not self._adds_text_alone(delta):
             chunk = self.chunk(index, generation, delta, read)
             return None if chunk is None else self._event(chunk, generation, delta)
         if not (content or reasoning):

@@ -130,6 +130,10 @@ class Generation:
         if chunk.stop_token is not None and not self.include_stop:
             visible = visible[:-1]  # as in vLLM, the stop token is counted and not shown
         one_by_one = self.stop or self.reasoning or chunk.logprobs is not None or chunk.tree is not None
+        if not one_by_one and chunk.finish_reason is None:  # most of all chunks
+            text = self._detokenizer.feed(visible)
+            self._num_decoded += len(text)
+            return self._add(chunk, [text], visible)
         groups = [[token] for token in visible] if one_by_one else [visible]
         texts: list[str] = []
         for position, group in enumerate(groups, start=1):

@@ -36,6 +36,7 @@ _FORMAT = re.compile(
     r"1:(?P<digest>[0-9a-f]{16}):(?P<created>[0-9]{1,12}):(?P<response>(?:cmpl|chatcmpl)-[0-9a-f]{32})"
     r":(?P<seeds>-?[0-9]{1,19}(?:,-?[0-9]{1,19})*):(?P<request>[!-9;-~]{1,6144}):(?P<places>[-0-9a-f~.,]+)(?P<end>:end)?"
 )
+_NOT_BEGUN = "-"
 _PLACE = re.compile(r"(?P<num>[0-9]{1,10})~(?P<checksum>[0-9a-f]{8})(?P<finished>\.?)")
 
 
@@ -103,12 +104,12 @@ class EventId:
         return cls(origin=origin, places=places, is_closed=found["end"] is not None)
 
     def __str__(self) -> str:
-        places = ",".join("-" if place is None else str(place) for place in self.places)
+        places = ",".join(_NOT_BEGUN if place is None else str(place) for place in self.places)
         return f"{self.origin}:{places}{':end' * self.is_closed}"
 
 
 def _place(text: str) -> Place | None:
-    if text == "-":
+    if text == _NOT_BEGUN:
         return None
     if (found := _PLACE.fullmatch(text)) is None:
         raise ValueError(text)
@@ -167,12 +168,12 @@ class EventIds:
         self._origin = str(origin)
         self._places = [Place()] * num_choices  # of the tokens processed ...
         places = begun.places if begun else (None,) * num_choices  # ... and sent
-        self._sent = [None if place is None else str(place) for place in places]
+        self._sent = [_NOT_BEGUN if place is None else str(place) for place in places]
         self._end = ":end" if begun and begun.is_closed else ""
 
     def has_begun(self, index: int) -> bool:
         """Return whether an event of a choice was sent."""
-        return self._sent[index] is not None
+        return self._sent[index] != _NOT_BEGUN
 
     def process(self, index: int, tokens: Sequence[int], *, is_finished: bool) -> None:
         """Count tokens of a choice, whether an event tells of them or not."""
@@ -195,14 +196,12 @@ class EventIds:
 
     def is_over(self, *, has_totals: bool) -> bool:
         """Return whether all events were sent. has_totals: whether the last one has the totals."""
-        return all(place is not None and place.endswith(".") for place in self._sent) and (
-            self.is_closed or not has_totals
-        )
+        return all(place.endswith(".") for place in self._sent) and (self.is_closed or not has_totals)
 
     @property
     def last(self) -> str:
         """Return the id of the latest event."""
-        return f"{self._origin}:{','.join(place or '-' for place in self._sent)}{self._end}"
+        return f"{self._origin}:{','.join(self._sent)}{self._end}"
 
 
 class Replay:
