@@ -53,6 +53,9 @@ MAX_UNREAD = 1 << 17
 """Chunks that may wait for all readers together, some 100 MB. Each log probability counts as one more."""
 
 
+Direct = Callable[[list[TokenChunk]], bool]
+
+
 class DeadlyRequest(EngineDead):
     """Several engines have died with this request: it is not to be sent again."""
 
@@ -74,10 +77,18 @@ class _Inboxes:
     def __init__(self) -> None:
         self.size = 0
         self._inboxes: set[_Inbox] = set()
+        self._untold: dict[_Inbox, None] = {}  # in the order of their chunks
 
     def added(self, inbox: _Inbox, size: int) -> None:
         self.size += size
         self._inboxes.add(inbox)
+        self._untold[inbox] = None
+
+    def deliver(self) -> None:
+        """Tell readers of what came since the last call."""
+        untold, self._untold = self._untold, {}
+        for inbox in untold:
+            inbox.deliver()
 
     def emptied(self, inbox: _Inbox) -> None:
         self.size -= inbox.size
@@ -88,11 +99,11 @@ class _Inboxes:
 
 
 class _Inbox:
-    """Holds what came for one reader."""
+    """Holds what came for one reader. direct: see `EngineClient.arrivals`."""
 
-    def __init__(self, inboxes: _Inboxes) -> None:
+    def __init__(self, inboxes: _Inboxes, direct: Direct | None = None) -> None:
         self.size = 0
-        self._inboxes = inboxes
+        self._inboxes, self._direct = inboxes, direct
         self._chunks: list[TokenChunk] = []
         self._death: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -103,7 +114,21 @@ class _Inbox:
         self.size += size
         self._inboxes.added(self, size)
         self._chunks.append(chunk)
-        self._wake()
+
+    def deliver(self) -> None:
+        """Let `direct` take what came while the reader waits; wake the reader otherwise."""
+        if self._reader is None or self._reader.done() or not self._chunks:
+            return
+        try:
+            is_done = self._direct is not None and self._direct(self._chunks)
+        except Exception as error:
+            self.clear()
+            self.fail(error)
+            return
+        if is_done:
+            self.clear()
+        else:
+            self._wake()
 
     def fail(self, death: Exception) -> None:
         self._death = death
@@ -272,19 +297,22 @@ class EngineClient:
                 for chunk in chunks:
                     yield chunk
 
-    async def arrivals(self, *requests: Submit) -> AsyncGenerator[list[TokenChunk]]:
+    async def arrivals(self, *requests: Submit, direct: Direct | None = None) -> AsyncGenerator[list[TokenChunk]]:
         """Yield the chunks that have come of these requests, until each had one with a finish_reason.
 
         A request has one chunk per engine step. A reader that is behind gets those of several steps at once. Closing
         the iterator early, or cancelling its task, aborts all of them in the engine, `abort` one alone. Raises
         EngineDead if the engine is dead or dies and is not replaced; a finish_reason "error" concerns one request
         alone.
+
+        direct: called with what comes while the reader waits. It returns whether it has done the reader's work, which
+        never hears of these chunks then. What it raises, the iterator raises. It leaves each last chunk to the reader.
         """
         running = {request.id for request in requests}
         ids = tuple(running)
         if self._death is not None or (self._writer is None and self._interruption is None):
             raise EngineDead(self._death or "the engine is not connected yet")
-        inbox = _Inbox(self._inboxes)
+        inbox = _Inbox(self._inboxes, direct)
         try:
             for request in requests:
                 self._reserved.discard(request.id)
@@ -396,6 +424,7 @@ class EngineClient:
             while data := await reader.read(1 << 20):
                 for message in decoder.feed(data):
                     self._take(message)
+                self._inboxes.deliver()
         except OSError as error:  # not the reason: a socket error does not say why the engine died
             logger.warning("the engine's connection broke: %s", error)
         except ValueError as error:

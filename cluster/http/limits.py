@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cluster.errors import HttpError
+from cluster.openai.direct import offered
 from secateur.responses import ErrorResponse
 
 MAX_BODY_BYTES = 16 << 20
@@ -137,7 +138,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop_parser(_not_http())
         path = self.url.partition(b"?")[0].decode("latin-1")
         self._max_body = self.limits.max_body_bytes(self.parser.get_method().decode(), path)
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before:  # not an upgrade
+            self.scope["extensions"] = offered(self.cycle, self.loop)
         self._expect("body")
 
     def on_body(self, body: bytes) -> None:

@@ -15,7 +15,7 @@ The walk of a generation request, from the HTTP body to the engine and back to t
 7. `Generation.process` turns each chunk into a `TextDelta`: detokenizer, stop strings, log probabilities. `Replay`
    marks the deltas that the client of a resumed stream has.
 8. `events_of` writes the deltas as server-sent events, or the route the finished generations as one response
-   (`openai_format`).
+   (`openai_format`). While a stream waits, its `DeltaEvents` writes what comes to the connection, from within 6.
 
 `streaming.cancel_on_disconnect` cancels the route if the client disconnects before step 8, `EventStream` closes the
 generators afterwards; both abort the requests in the engine.

@@ -22,7 +22,7 @@ from cluster.observe import metrics
 from cluster.observe.answer_record import AnswerRecord
 from cluster.observe.rate_limits import Caller
 from cluster.observe.tracing import Trace, Tracing
-from cluster.openai.deltas import deltas_of
+from cluster.openai.deltas import Sink, deltas_of
 from cluster.openai.output_processor import Generation, TextDelta
 from cluster.openai.request_params import RequestLimits, SeedSource, build_submits
 from cluster.openai.response_store import ResponseStore
@@ -374,7 +374,12 @@ class Service:
         ]
 
     def deltas(
-        self, generations: Sequence[Generation], head: RequestHead, *, is_streamed: bool = False
+        self,
+        generations: Sequence[Generation],
+        head: RequestHead,
+        *,
+        is_streamed: bool = False,
+        sink: Sink | None = None,
     ) -> AsyncGenerator[tuple[int, TextDelta]]:
         """Run what `prepare` returned in the engine; see `deltas_of`."""
         records = [
@@ -383,7 +388,7 @@ class Service:
         ]
         places = head.resumed.places if head.resumed else ()
         interval, pause_s = (self.stream_interval, self._pause_s) if is_streamed else (1, lambda: 0.0)
-        return deltas_of(self.engine, generations, records, places, interval, pause_s)
+        return deltas_of(self.engine, generations, records, places, interval, pause_s, sink)
 
     def _pause_s(self) -> float:
         """Return the shortest time between two events of a stream."""

@@ -16,6 +16,7 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Send
 
+from cluster.openai.direct import DirectWriter
 from cluster.openai.failures import to_http_error
 from cluster.openai.openai_format import ResponseFormat
 from cluster.openai.output_processor import Generation, TextDelta
@@ -79,18 +80,57 @@ def with_id(event: str, id: str | None) -> str:
     return event if id is None else f"{event[:-1]}id: {id}\n\n"
 
 
+class DeltaEvents:
+    """Writes the event of each delta of a stream. ids: what numbers them; None = they have no ids.
+
+    writer: takes what comes while the stream waits; None = the stream is woken. With it this is a `Sink`.
+    """
+
+    def __init__(
+        self,
+        response_format: ResponseFormat,
+        generations: Sequence[Generation],
+        ids: EventIds | None,
+        writer: DirectWriter | None = None,
+    ) -> None:
+        self.ids, self._writer = ids, writer
+        self._format, self._generations = response_format, generations
+
+    def event(self, index: int, delta: TextDelta) -> str | None:
+        """Return the event of answer `index`; None if its text is held back, as half a character is, or is replayed."""
+        if self.ids is not None:
+            self.ids.process(index, delta.token_ids, is_finished=delta.finish_reason is not None)
+        if not self._format.has_event(delta):
+            return None
+        event = self._format.event(index, self._generations[index], delta)
+        if event is None or delta.is_replayed:
+            return None
+        return with_id(event, self.ids.sent(index) if self.ids else None)
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether `write` may be called now."""
+        return self._writer is not None and self._writer.is_open
+
+    def write(self, deltas: Sequence[tuple[int, TextDelta]]) -> None:
+        """Write the events of deltas to the connection."""
+        assert self._writer is not None
+        if events := [event for index, delta in deltas if (event := self.event(index, delta)) is not None]:
+            self._writer.write("".join(events).encode())
+
+
 async def events_of(
     response_format: ResponseFormat,
     generations: Sequence[Generation],
     first: tuple[int, TextDelta],
     rest: AsyncGenerator[tuple[int, TextDelta]],
-    ids: EventIds | None,
+    events: DeltaEvents,
 ) -> AsyncGenerator[str]:
     """Yield server-sent events: opening chunks, one chunk per delta, totals, [DONE]; an error is an event, too.
 
     Replayed deltas go the same way, so that what they leave behind is the same, but the client has their events.
     """
-    told_at = time.monotonic()
+    told_at, ids = time.monotonic(), events.ids
     try:
         async with aclosing(rest):
             if response_format.reads_prompts:
@@ -102,16 +142,9 @@ async def events_of(
                     yield with_id(opening, ids.sent(index) if ids else None)
             item: tuple[int, TextDelta] | None = first
             while item is not None:
-                index, delta = item
-                if ids is not None:
-                    ids.process(index, delta.token_ids, is_finished=delta.finish_reason is not None)
-                event = None
-                if response_format.has_event(delta):
-                    event = response_format.event(index, generations[index], delta)
-                # Without an event, text is held back: half a character, or the beginning of a stop string.
-                if event is not None and not delta.is_replayed:
-                    yield with_id(event, ids.sent(index) if ids else None)
-                elif delta.is_replayed and time.monotonic() - told_at > KEEP_ALIVE_S:
+                if (event := events.event(*item)) is not None:
+                    yield event
+                elif item[1].is_replayed and time.monotonic() - told_at > KEEP_ALIVE_S:
                     told_at = time.monotonic()
                     yield ": replaying\n\n"
                 item = await anext(rest, None)

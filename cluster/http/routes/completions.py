@@ -14,11 +14,12 @@ from fastapi.responses import Response
 from cluster.http.openapi import RESUMABLE, STREAM, WITH_BODY, errors
 from cluster.http.replies import ignored_header, json_reply
 from cluster.http.service import RequestHead, Service
+from cluster.openai.direct import direct_writer
 from cluster.openai.openai_format import ChatFormat, CompletionFormat, ResponseFormat
 from cluster.openai.output_processor import Generation
 from cluster.openai.request_params import ineffective_settings
 from cluster.openai.resumption import EventIds, Origin, why_not_resumable
-from cluster.openai.streaming import EventStream, cancel_on_disconnect, events_of, with_id
+from cluster.openai.streaming import DeltaEvents, EventStream, cancel_on_disconnect, events_of, with_id
 from secateur.requests import ChatCompletionRequest, CompletionRequest
 from secateur.responses import SSE_DONE, ChatCompletionResponse, CompletionResponse
 
@@ -70,11 +71,13 @@ async def answer(
         event_ids = _event_ids(service, response_format, generations, head) if body.stream else None
         if event_ids is not None and event_ids.is_over(has_totals=response_format.has_totals):
             return Response(with_id(SSE_DONE, event_ids.last), media_type=EventStream.media_type, headers=headers)
-        deltas = service.deltas(generations, head, is_streamed=body.stream)
+        writer = direct_writer(request.scope) if body.stream else None
+        events = DeltaEvents(response_format, generations, event_ids, writer)
+        deltas = service.deltas(generations, head, is_streamed=body.stream, sink=events if writer else None)
         # Errors before the first delta get their own HTTP status.
         first = await service.admission.first(deltas, head.wait_s(body))
     if body.stream:
-        return EventStream(events_of(response_format, generations, first, deltas, event_ids), deltas, headers)
+        return EventStream(events_of(response_format, generations, first, deltas, events), deltas, headers)
     async with aclosing(deltas):
         async for _ in deltas:
             pass

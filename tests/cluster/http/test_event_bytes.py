@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections.abc import Callable
 from typing import Any
+from uuid import UUID
 
 import pytest
 
 from cluster.observe.answer_record import AnswerRecord
 from cluster.openai.deltas import deltas_of
+from cluster.openai.direct import DirectWriter
 from cluster.openai.openai_format import ChatFormat, CompletionFormat, running_usage
 from cluster.openai.output_processor import Generation, TextDelta
 from cluster.text.answer_reader import AnswerReaders
@@ -124,7 +128,7 @@ class Steps:
     def __init__(self, chunks: list[TokenChunk], size: int) -> None:
         self._chunks, self._size = chunks, size
 
-    async def arrivals(self, submit: Submit) -> Any:
+    async def arrivals(self, submit: Submit, direct: object = None) -> Any:
         for at in range(0, len(self._chunks), self._size):
             yield self._chunks[at : at + self._size]
 
@@ -202,3 +206,43 @@ async def test_a_pause_comes_behind_a_delta_and_never_behind_the_last_one(
     async for _, delta in deltas_of(engine, [generation], [record], pause_s=lambda: 0.25):
         told.append(list(delta.token_ids))
     assert told == [[300], 0.25, [301], 0.25, [302]]
+
+
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [*itertools.product(["/v1/completions"], COMPLETIONS), *itertools.product(["/v1/chat/completions"], CHATS)],
+)
+def test_what_is_written_past_the_streams_task_is_what_the_task_writes(
+    path: str, shape: str, own: Callable[..., FakeService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda size: "0" * size)
+    monkeypatch.setattr("uuid.uuid4", lambda: UUID(int=7))
+    monkeypatch.setattr("time.time", lambda: 1_800_000_000.0)
+    service = own()
+    body: dict[str, Any] = {"seed": 7, "stream": True, "max_tokens": 64, "request_id": "r"}
+    if path == "/v1/completions":
+        body |= {"prompt": "a", **COMPLETIONS[shape]}
+    else:
+        last = [{"role": "assistant", "content": "so "}] if shape == "echo" else []
+        body |= {"messages": MESSAGES + last, **CHATS[shape]}
+    parts: list[bytes] = []
+    write = DirectWriter.write
+
+    def counted(self: DirectWriter, part: bytes) -> None:
+        parts.append(part)
+        write(self, part)
+
+    monkeypatch.setattr(DirectWriter, "write", counted)
+    with service.http() as http:
+        both = []
+        for is_direct in (True, False):
+            if not is_direct:
+                monkeypatch.setattr(DirectWriter, "is_open", False)
+            response = http.post(path, json=body)
+            assert response.status_code == 200
+            both.append(response.content)
+            assert bool(parts) == (is_direct and not (body.get("stop") or body.get("return_speculative_trees")))
+            parts.clear()
+    if "n" in body:  # which answers a step adds to differs from run to run, and ids tell of all of them
+        both = [b"".join(sorted(re.sub(rb"\nid: .*", b"", each).split(b"\n\n"))) for each in both]
+    assert both[0] == both[1] and both[0].count(b"[DONE]") == 1

@@ -179,7 +179,7 @@ class OneAnswer:
     def __init__(self, *chunks: TokenChunk) -> None:
         self._chunks = chunks
 
-    async def arrivals(self, submit: Submit) -> AsyncGenerator[list[TokenChunk]]:
+    async def arrivals(self, submit: Submit, direct: object = None) -> AsyncGenerator[list[TokenChunk]]:
         for chunk in self._chunks:
             yield [chunk]
 

@@ -1,0 +1,44 @@
+"""Writes parts of a response past ASGI, where the application runs in the server's event loop.
+
+ASGI's `send` is a coroutine inside several others, and who awaits it is a task that has to be woken. A part that is
+written at once costs neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+_EXTENSION = "secateur.direct"
+
+
+class DirectWriter:
+    """Writes parts of one chunked response between its start and its end, which go through `send`."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether a part may be written now: the client reads, and the response has begun and not ended."""
+        cycle = self._cycle
+        has_begun = cycle.response_started and cycle.chunked_encoding and not cycle.response_complete
+        return bool(has_begun) and not (cycle.disconnected or cycle.flow.write_paused)
+
+    def write(self, part: bytes) -> None:
+        """Write a part, which is not empty: an empty one would end the response."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+
+def offered(cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> dict[str, Any]:
+    """Return the extension of a request's scope in which `direct_writer` finds the writer of its response."""
+    return {_EXTENSION: (DirectWriter(cycle), loop)}
+
+
+def direct_writer(scope: Scope) -> DirectWriter | None:
+    """Return the writer of a response; None where the server is another one, or runs in another loop."""
+    writer, loop = scope.get("extensions", {}).get(_EXTENSION, (None, None))
+    return writer if loop is asyncio.get_running_loop() else None
