@@ -15,12 +15,14 @@ import os
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
 from prometheus_client.multiprocess import mark_process_dead
 
 from cluster.engine.engine_client import EngineClient
+from cluster.engine.hang_monitor import ProcessState
 from cluster.engine.rank_exits import EngineDead
 from cluster.observe.metrics import metrics_folder
 from cluster.system.child import start_child
@@ -54,6 +56,7 @@ class Fronts:
         assert self._metrics is not None
         self._metrics.mkdir()
         self._running: dict[int, subprocess.Popen[str]] = {}  # by number
+        self._num_stopped: Counter[int] = Counter()  # looks in a row that found a front stopped
         self._starting: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, on_started: Callable[[], object]) -> None:
@@ -75,6 +78,7 @@ class Fronts:
                     if process.poll() is not None and self._starting[number].done():
                         logger.error("front %d ended with code %d and is started again", number, process.returncode)
                         self._starting[number] = asyncio.create_task(self._start_again(number))
+                    self._kill_if_stopped(number)
                 await self._name_all()
         finally:
             for task in self._starting.values():
@@ -112,6 +116,19 @@ class Fronts:
             with suppress(OSError):  # it has just ended
                 process.stdin.write(reason.splitlines()[0] + "\n")
                 process.stdin.flush()
+
+    def _kill_if_stopped(self, number: int) -> None:
+        """Kill a front that is stopped, as by SIGSTOP, for too long: the kernel still gives it connections.
+
+        Looks are counted, not seconds, so that nothing is killed when this process was stopped, too.
+        """
+        state = ProcessState.of(self._running[number].pid)
+        self._num_stopped[number] += 1
+        if state is None or state.letter not in "Tt":
+            del self._num_stopped[number]
+        elif 0 < self._config.hang_timeout_s < self._num_stopped[number] * POLL_S:
+            logger.error("front %d is stopped for %g s and is killed", number, self._config.hang_timeout_s)
+            self._running[number].kill()
 
     async def _start_again(self, number: int) -> None:
         mark_process_dead(self._running[number].pid, str(self._metrics))

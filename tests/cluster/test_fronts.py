@@ -36,7 +36,7 @@ class Running:
         keys = folder / "keys"
         keys.write_text("free name=free\nfive name=five requests-per-minute=5\nfew name=few tokens-per-minute=40\n")
         given = {"device": "cpu", "max_num_seqs": 1, "api_key_file": str(keys), "shutdown_timeout": 10, "seed": 7}
-        self.args = EngineArgs.load({**given, "api_server_count": 2})
+        self.args = EngineArgs.load({**given, "api_server_count": 2, "hang_timeout": 2})
         self.config, self.tokenizer = with_tokenizer(self.args, read_engine(self.args, num_gpus=0)[0])
         self.socks = listening_sockets("127.0.0.1", 0, 2)
         self.url = f"http://127.0.0.1:{self.socks[0].getsockname()[1]}"
@@ -160,6 +160,17 @@ def test_a_front_that_dies_takes_its_own_streams_along_and_is_started_again(serv
         wait_for(lambda: len(service.engine.aborted) == aborted + 1)
     with service.one_each() as clients:
         assert killed not in clients and kept in clients
+        assert [http.post("/v1/completions", json=BODY).status_code for http in clients.values()] == [200] * 2
+
+
+def test_a_front_that_is_stopped_for_long_is_started_again(service: Running) -> None:
+    with service.one_each() as clients:
+        stopped, kept = clients
+        os.kill(stopped, signal.SIGSTOP)
+        wait_for(lambda: not Path(f"/proc/{stopped}").exists())
+        assert clients[kept].post("/v1/completions", json=BODY).status_code == 200
+    with service.one_each() as clients:
+        assert stopped not in clients and kept in clients
         assert [http.post("/v1/completions", json=BODY).status_code for http in clients.values()] == [200] * 2
 
 
