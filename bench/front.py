@@ -10,7 +10,8 @@ A third process reads the streams, which are chats. Two loads for each number of
 - full: the next frame as soon as the socket takes it.
 
 With `--fronts`, the fronts are those of `--api-server-count`. Of the clients none, and then a tenth, reads one byte a
-second; the texts that the others get are compared. Memory is that of the fronts before and after.
+second; the others' texts must be the answer, and each of their events what the first one is around its text. Memory is
+that of the fronts after a tenth of the steps, half of them, and all.
 
 The processor time is the front's. A gap is the time between two reads of one stream, the latency that from a frame to
 its event at the client, where the load is paced and there is one stream. As in a replica, the event loop is uvloop.
@@ -90,7 +91,7 @@ async def front(engine_address: str) -> None:
 async def readers(port: int, num: int, max_tokens: int, num_slow: int = 0) -> None:
     """Read `num` streams to their ends; print a line when all have begun, and, by stream, when how many events came.
 
-    Beside them `num_slow` read one byte a second. Fails if two of the others get different texts.
+    Beside them `num_slow` read one byte a second. Fails if another gets anything but the answer in events like others.
     """
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": max_tokens, "stream": True}
     data = json.dumps(body | {"ignore_eos": True}).encode()
@@ -124,13 +125,15 @@ async def readers(port: int, num: int, max_tokens: int, num_slow: int = 0) -> No
             tail = whole[-16:]
         writer.close()
         deltas = [json.loads(line[6:]) for line in everything.splitlines() if line.startswith(b"data: {")]
-        texts.add("".join(delta["choices"][0]["delta"].get("content", "") for delta in deltas))
+        texts.add("".join(delta["choices"][0]["delta"].pop("content", "") for delta in deltas))
+        if any(delta != deltas[1] for delta in deltas[2:-1]):  # the first one opens the answer, the last one ends it
+            raise SystemExit("events of one stream differ by more than their text")
         return reads
 
     others = [asyncio.create_task(slow()) for _ in range(num_slow)]
     reads = await asyncio.gather(*map(one, range(num)))
-    if len(texts) != 1:
-        raise SystemExit(f"the streams have {len(texts)} different texts")
+    if len(texts) != 1 or not (TEXT * max_tokens).startswith(texts.pop()):
+        raise SystemExit("a stream has another text than the answer")
     for other in others:
         other.cancel()
     print(json.dumps(reads))
@@ -230,9 +233,11 @@ async def several(num_fronts: int, streams: int, num_slow: int, chunks: int, per
                 while len(ids) < streams:
                     ids += [message.id for message in engine.poll(0.1) if isinstance(message, Submit)]
                 pids = [process.pid for process in fronts._running.values()]
-                memory, used_s = sum(map(memory_mb, pids)), sum(map(cpu_s, pids))
+                memory, used_s = [], sum(map(cpu_s, pids))
                 began = time.monotonic()
                 for number in range(chunks):
+                    if number in (chunks // 10, chunks // 2):
+                        memory.append(sum(map(memory_mb, pids)))
                     time.sleep(max(0.0, began + number / per_second - time.monotonic()))
                     reason = "length" if number == chunks - 1 else None
                     token = [tokens[number % len(tokens)]]
@@ -245,7 +250,7 @@ async def several(num_fronts: int, streams: int, num_slow: int, chunks: int, per
                 assert clients.stdout is not None
                 clients.stdout.readline()
                 reads = json.loads(clients.stdout.read())
-                memory, used_s = sum(map(memory_mb, pids)) - memory, sum(map(cpu_s, pids)) - used_s
+                memory, used_s = [*memory, sum(map(memory_mb, pids))], sum(map(cpu_s, pids)) - used_s
             gaps = [1e3 * (after[0] - before[0]) for stream in reads for before, after in pairwise(stream)]
             return {
                 "fronts": num_fronts,
@@ -255,7 +260,7 @@ async def several(num_fronts: int, streams: int, num_slow: int, chunks: int, per
                 "cpu_us_per_chunk": 1e6 * used_s / streams / chunks,
                 "events_per_chunk": sum(count for stream in reads for _, count in stream) / len(reads) / chunks,
                 **{f"gap_p{share}_ms": quantiles(gaps, n=100)[share - 1] for share in (50, 99)},
-                "memory_mb": memory,
+                **dict(zip(("early_mb", "middle_mb", "end_mb"), memory, strict=True)),
             }
 
         def idle() -> None:
