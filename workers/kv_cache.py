@@ -16,7 +16,6 @@ from torch import Tensor
 from workers.config import EngineConfig
 from workers.kernels.block_scaled import FLOAT8_CAPABILITY
 from workers.kernels.select import Kernels
-from workers.models.specs import DeltaSpec
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
@@ -95,24 +94,26 @@ class StatePool:
     states [L, seats, H, d, v] float32, and inputs [L, seats, 3, C]: the last three rows before the convolution. Seat 0
     is the null seat: the state before the first token, which is zero and never written. The stash [L, rows, C + 2 H]
     has the rows of a step's trees, until the next step folds those that were accepted.
+
+    state_shape: (H, d, v). num_channels: C.
     """
 
     @torch.inference_mode()
     def __init__(
         self,
-        spec: DeltaSpec,
-        ranks: int,
+        num_layers: int,
+        state_shape: tuple[int, int, int],
+        num_channels: int,
         num_seats: int,
         num_tree_rows: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        layers, heads, channels = len(spec.layers), spec.num_value_heads // ranks, spec.num_channels // ranks
-        shape = (layers, 1 + num_seats, heads, spec.key_dim, spec.value_dim)
-        self.states = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.inputs = torch.zeros(layers, 1 + num_seats, 3, channels, dtype=dtype, device=device)
-        self._stash = torch.zeros(layers, num_tree_rows, channels + 2 * heads, dtype=dtype, device=device)
-        self._widths = [channels, 2 * heads]
+        shape, own = (num_layers, 1 + num_seats), {"dtype": dtype, "device": device}
+        self.states = torch.zeros(*shape, *state_shape, dtype=torch.float32, device=device)
+        self.inputs = torch.zeros(*shape, 3, num_channels, **own)
+        self._widths = [num_channels, 2 * state_shape[0]]
+        self._stash = torch.zeros(num_layers, num_tree_rows, sum(self._widths), **own)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return views of one layer's states and inputs."""

@@ -65,8 +65,10 @@ class PagedModel:
         hybrid, see `StatePool`.
         """
         layers, kv_heads, states = self._layer_shapes, self.heads.num_kv_heads, None
-        if layers.delta is not None:
-            states = StatePool(layers.delta, self.tp.size, num_seats, num_tree_rows, self.dtype, self.device)
+        if (delta := layers.delta) is not None:
+            shape = (delta.num_value_heads // self.tp.size, delta.key_dim, delta.value_dim)
+            channels, sizes = delta.num_channels // self.tp.size, (num_seats, num_tree_rows)
+            states = StatePool(len(delta.layers), shape, channels, *sizes, self.dtype, self.device)
         own = dtype or self.dtype
         return KVPool(layers.num_kv_layers, num_slots, kv_heads, layers.head_dim, own, self.device, states)
 
