@@ -24,6 +24,7 @@ from secateur.batches_api import CreateBatchRequest
 from secateur.bodies import UNSUPPORTED
 from secateur.cli import app
 from secateur.config import AppArgs, EngineArgs, ModelLoadingConfig, PlacementGroupConfig
+from secateur.messages_api import CountTokensRequest, MessagesRequest
 from secateur.responses_api import ResponsesRequest
 from secateur.settings import settings_of
 from secateur.speculative import Speculative, SpeculativeConfig
@@ -133,6 +134,8 @@ def http() -> str:
         "POST /v1/completions": requests.CompletionRequest,
         "POST /v1/chat/completions": requests.ChatCompletionRequest,
         "POST /v1/responses": ResponsesRequest,
+        "POST /v1/messages": MessagesRequest,
+        "POST /v1/messages/count_tokens": CountTokensRequest,
         "POST /v1/batches": CreateBatchRequest,
         "POST /tokenize": requests.TokenizeRequest,
         "POST /detokenize": requests.DetokenizeRequest,

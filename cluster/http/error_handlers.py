@@ -1,4 +1,4 @@
-"""Error handlers: every error in OpenAI's format."""
+"""Error handlers: every error in OpenAI's format, or in Anthropic's below /v1/messages."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from cluster.engine.rank_exits import EngineDead
-from cluster.errors import BadRequest, HttpError, not_found
+from cluster.errors import BadRequest, HttpError, body_at, not_found
 from cluster.http.in_process import IN_PROCESS
 from cluster.http.paths import path_of
 from cluster.openai.deltas import GenerationFailed
@@ -26,8 +27,7 @@ from secateur.schema import problems_of
 from secateur.speculative import Speculative
 
 _INSTEAD = {
-    "/v1/messages": "this service does not speak Anthropic's interface; send the conversation to /v1/chat/completions "
-    "or /v1/responses, or put a proxy that translates, such as LiteLLM, between client and service",
+    "/v1/messages/batches": "batches of messages are not implemented; write chats, to /v1/batches",
     "/v1/embeddings": "this service generates text; embeddings need a service for embedding models",
     "/v1/audio": "this service generates text from text; send a transcript to /v1/chat/completions",
     "/v1/images": "this service generates text; images need a service for image models",
@@ -38,12 +38,11 @@ _INSTEAD = {
 """Maps the beginning of another service's path to the message of its 404."""
 
 
-def error_response(error: HttpError) -> Response:
-    """Serialize an error, with Retry-After if it has one."""
+def error_response(error: HttpError, scope: Scope) -> Response:
+    """Serialize an error of a request, with Retry-After if it has one."""
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-    return Response(
-        error.body.model_dump_json(), status_code=error.status, headers=headers, media_type="application/json"
-    )
+    body = body_at(path_of(scope), error).model_dump_json()
+    return Response(body, status_code=error.status, headers=headers, media_type="application/json")
 
 
 def add_error_handlers(app: FastAPI, on_rejected: Callable[[], None]) -> None:
@@ -53,7 +52,7 @@ def add_error_handlers(app: FastAPI, on_rejected: Callable[[], None]) -> None:
         http_error = to_http_error(error)
         if http_error.status == HTTPStatus.TOO_MANY_REQUESTS and IN_PROCESS not in request.scope:
             on_rejected()
-        return error_response(http_error)
+        return error_response(http_error, request.scope)
 
     for kind in (HttpError, TokenizerPoolFull, TokenizerPoolDown, EngineDead, GenerationFailed):
         app.add_exception_handler(kind, known)
@@ -67,10 +66,10 @@ async def _starlette_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         path = f"{path_of(request.scope)}/"
         instead = next((told for prefix, told in _INSTEAD.items() if path.startswith(f"{prefix}/")), None)
-        return error_response(not_found(instead or "no such path; see /openapi.json"))
+        return error_response(not_found(instead or "no such path; see /openapi.json"), request.scope)
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     message = str(error.detail or HTTPStatus(error.status_code).phrase)
-    response = error_response(HttpError(error.status_code, ErrorResponse.of(message, type=kind)))
+    response = error_response(HttpError(error.status_code, ErrorResponse.of(message, type=kind)), request.scope)
     response.headers.update(error.headers or {})
     return response
 
@@ -94,7 +93,8 @@ async def _invalid_body(request: Request, error: Exception) -> Response:
             problems = [_without_body(problem) for problem in found]
             message = "; ".join(dict.fromkeys(map(str, problems)))
             param = re.split(r"[.:]", problems[0].field or problems[0].message)[0]
-    return error_response(BadRequest(message, param=param if param and param.isidentifier() else None))
+    wrong = BadRequest(message, param=param if param and param.isidentifier() else None)
+    return error_response(wrong, request.scope)
 
 
 def _without_body(problem: Problem) -> Problem:

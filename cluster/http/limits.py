@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from cluster.errors import HttpError
+from cluster.errors import HttpError, body_at
 from cluster.openai.direct import offered
 from secateur.responses import ErrorResponse
 
@@ -75,6 +75,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_head = 0
         self._num_headers = 0
         self._num_body = self._max_body = 0
+        self._path = ""  # known from the end of the headers on
 
     # Connections
 
@@ -113,6 +114,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Reset the request's counters."""
         self._num_unparsed = self._num_head = self._num_headers = self._num_body = 0
+        self._path = ""
         if self._expected is None:
             self._expect("head")
         super().on_message_begin()
@@ -136,8 +138,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_unparsed = 0
         if self.parser.get_http_version() not in ("1.0", "1.1"):
             self._stop_parser(_not_http())
-        path = self.url.partition(b"?")[0].decode("latin-1")
-        self._max_body = self.limits.max_body_bytes(self.parser.get_method().decode(), path)
+        self._path = self.url.partition(b"?")[0].decode("latin-1")
+        self._max_body = self.limits.max_body_bytes(self.parser.get_method().decode(), self._path)
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:  # not an upgrade
@@ -244,7 +246,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if is_body:  # the application already handles this request and must not send a second response
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        body = error.body.model_dump_json().encode()
+        body = body_at(self._path, error).model_dump_json().encode()
         head = (
             f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"

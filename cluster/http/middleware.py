@@ -89,7 +89,7 @@ class Observer:
         if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
             message = f"the body is compressed ({encoding[:32]!r}); send it as it is, without Content-Encoding"
             refused = BadRequest(message, param=None, code="unsupported_encoding")
-            await error_response(refused)(scope, receive, observed)
+            await error_response(refused, scope)(scope, receive, observed)
             return
         try:
             with self.metrics.client_request() if is_clients and is_protected(path) else nullcontext():
@@ -97,7 +97,7 @@ class Observer:
         except Exception as error:
             if status:
                 raise
-            await error_response(to_http_error(error))(scope, receive, observed)
+            await error_response(to_http_error(error), scope)(scope, receive, observed)
         finally:
             if is_clients:
                 # Set by the router. Of the requests that end before it, such as those without a key, only these are
@@ -109,8 +109,9 @@ class Observer:
 class Gate:
     """Refuses requests of clients before their body is read.
 
-    - 401 on protected paths without `Authorization: Bearer <key>`, and 429 beyond a key's limits. Sets
-      `request.state.caller` and `request.state.owner`. Only POST counts: other methods cost next to nothing.
+    - 401 on protected paths without `Authorization: Bearer <key>` or, as Anthropic's clients send it,
+      `x-api-key: <key>`; and 429 beyond a key's limits. Sets `request.state.caller` and `request.state.owner`. Only
+      POST counts: other methods cost next to nothing.
     - What `refusal` returns, where it would make no difference: an overloaded service refuses most requests, and
       reading and validating a body takes longer than the rest.
     """
@@ -139,19 +140,20 @@ class Gate:
     def _refused(self, scope: Scope) -> Response | None:
         path, is_post = path_of(scope), scope["method"] == "POST"
         if self._keys is not None and is_protected(path):
-            keys, given = self._keys(), Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if (key := matching_key(given, keys)) is None:
+            keys, headers = self._keys(), Headers(scope=scope)
+            given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
+            if (key := matching_key(given.encode("latin-1"), keys)) is None:
                 message = "missing or wrong API key; send 'Authorization: Bearer KEY'"
                 body = ErrorResponse.of(message, type="authentication_error", code="invalid_api_key")
-                response = error_response(HttpError(401, body))
+                response = error_response(HttpError(401, body), scope)
                 response.headers["WWW-Authenticate"] = "Bearer"
                 return response
             caller = self._callers.of(key, keys)
             scope["state"].update(caller=caller, owner=owner_of(key))
             if is_post and (refusal := caller.admit()) is not None:
-                return error_response(refusal)
+                return error_response(refusal, scope)
         if not is_post or path not in ADMITTED or (refusal := self._refusal()) is None:
             return None
         if refusal.status == HTTPStatus.TOO_MANY_REQUESTS:
             self._metrics.observe_rejected()
-        return error_response(refusal)
+        return error_response(refusal, scope)

@@ -7,7 +7,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from cluster.errors import MESSAGES_PATH
 from cluster.http.middleware import is_protected
+from secateur.messages_api import MessagesError
 from secateur.requests import RESUMPTION_HEADERS
 from secateur.responses import ErrorResponse
 
@@ -23,12 +25,11 @@ _WHY = {
     HTTPStatus.SERVICE_UNAVAILABLE: "The engine or the tokenizer is not available; try later.",
 }
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
-_REF = {"$ref": "#/components/schemas/ErrorResponse"}
 _EVENT = {
     "type": "object",
     "properties": {
         "data": {"type": "string", "description": "One chunk or event, as JSON; or `[DONE]`, which ends a stream."},
-        "event": {"type": "string", "description": "The type of an event of `/v1/responses`."},
+        "event": {"type": "string", "description": "The type of an event of `/v1/responses` or `/v1/messages`."},
         "id": {"type": "string", "description": "To send as `Last-Event-ID` when the stream breaks."},
     },
     "required": ["data"],
@@ -47,18 +48,20 @@ RESUMABLE = {
 Responses = dict[int | str, dict[str, Any]]
 
 
-def errors(*statuses: int) -> Responses:
+def errors(*statuses: int, model: type[ErrorResponse | MessagesError] = ErrorResponse) -> Responses:
     """Return the declaration of these error responses, for FastAPI's `responses`."""
     declared: Responses = {}
     for status in statuses:
         has_retry = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
-        declared[status] = {"model": ErrorResponse, "description": _WHY[HTTPStatus(status)]}
+        declared[status] = {"model": model, "description": _WHY[HTTPStatus(status)]}
         declared[status] |= {"headers": _RETRY_AFTER} if has_retry else {}
     return declared
 
 
 WITH_BODY = errors(400, 404, 413, 429, 500, 503)
 """Errors of the routes that take a body."""
+WITH_BODY_OF_MESSAGES = errors(*WITH_BODY, model=MessagesError)
+"""The same in Anthropic's form."""
 
 
 def complete(app: FastAPI, *, has_keys: bool) -> None:
@@ -68,13 +71,14 @@ def complete(app: FastAPI, *, has_keys: bool) -> None:
     def completed() -> dict[str, Any]:
         schema = document()  # cached by FastAPI; what follows changes nothing the second time
         for path, operations in schema["paths"].items():
+            error = MessagesError.__name__ if path.startswith(MESSAGES_PATH) else ErrorResponse.__name__
             for operation in operations.values():
                 operation["responses"].pop("422", None)
                 if has_keys and is_protected(path):
                     operation["security"] = [{"api_key": []}]
                     operation["responses"]["401"] = {
                         "description": _WHY[HTTPStatus.UNAUTHORIZED],
-                        "content": {"application/json": {"schema": _REF}},
+                        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}},
                     }
         components = schema["components"]
         for unused in ("HTTPValidationError", "ValidationError"):

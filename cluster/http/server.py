@@ -1,4 +1,6 @@
-"""The HTTP service: OpenAI's routes over one engine. It uses FastAPI and not Ray, so the same app runs under both.
+"""The HTTP service: OpenAI's routes, and Anthropic's messages, over one engine.
+
+It uses FastAPI and not Ray, so the same app runs under both.
 
 The walk of a generation request, from the HTTP body to the engine and back to the event:
 
@@ -38,6 +40,7 @@ from cluster.http.middleware import Gate, Observer
 from cluster.http.paths import PathMiddleware
 from cluster.http.routes.batches import add_batch_routes, add_file_routes
 from cluster.http.routes.completions import add_completion_routes
+from cluster.http.routes.messages import add_message_routes
 from cluster.http.routes.models import add_model_routes
 from cluster.http.routes.operations import add_operation_routes
 from cluster.http.routes.responses import add_response_routes, add_stored_response_routes
@@ -50,6 +53,7 @@ EXPOSED_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER, "retry-after")
 
 ROUTES = (
     add_completion_routes,
+    add_message_routes,
     add_response_routes,
     add_stored_response_routes,
     add_model_routes,

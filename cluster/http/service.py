@@ -35,6 +35,7 @@ from cluster.text.tool_calls import ToolCallFormat, decoded_calls, tools_of
 from secateur.api_keys import ApiKey
 from secateur.bodies import UnsupportedContent
 from secateur.errors import ConfigError
+from secateur.messages_api import CountTokensRequest
 from secateur.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -199,7 +200,9 @@ class Service:
         engine, tokenizing = self.engine.health(), self.tokenizer_pool.health()
         return engine if tokenizing.ok or not engine.ok else tokenizing
 
-    def check_body(self, body: SamplingRequest | ResponsesRequest | TokenizeRequest | DetokenizeRequest) -> None:
+    def check_body(
+        self, body: SamplingRequest | ResponsesRequest | CountTokensRequest | TokenizeRequest | DetokenizeRequest
+    ) -> None:
         """Raise HttpError for another model (404) and for valid parameters that are not implemented (400)."""
         self.check_model(body.model)
         if found := body.unsupported():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
@@ -21,7 +21,6 @@ from cluster.text.tool_calls import CallPart, TextPart
 from secateur.requests import ChatCompletionRequest
 from secateur.responses import new_id
 from secateur.responses_api import (
-    NAMES,
     InputTokensDetails,
     OutputCall,
     OutputCustomCall,
@@ -41,23 +40,39 @@ from secateur.speculative import Speculative
 _ANY_TEXT = {"format": {"type": "text"}}
 
 
+class Builder(Protocol):
+    """Builds an answer of several parts from its deltas; the methods return the events of a stream that tell of it."""
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Open the answer."""
+
+    def feed(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """Add one delta."""
+
+    def end(self, generation: Generation) -> list[dict[str, Any]]:
+        """Close the answer."""
+
+    def fail(self, error: HttpError) -> list[dict[str, Any]]:
+        """Close the answer with an error."""
+
+
 @contextmanager
-def in_words_of_responses() -> Iterator[None]:
-    """Let errors about the chat name the fields of the request that it was made from."""
+def in_words(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors about a chat speak of the request that it was made from. names: what the chat's words are there."""
     try:
         yield
     except HttpError as error:
         told = error.body.error
-        for name in ("max_completion_tokens", "max_tokens", "response_format"):
-            told.message = told.message.replace(name, NAMES[name])
-        told.param = NAMES.get(told.param or "", told.param)
+        for name in names.keys() - {"messages"}:  # which is also a word of English
+            told.message = told.message.replace(name, names[name])
+        told.param = names.get(told.param or "", told.param)
         raise
 
 
-def chat_of(body: ResponsesRequest, history: list[dict[str, Any]]) -> ChatCompletionRequest:
+def chat_of(fields: dict[str, Any]) -> ChatCompletionRequest:
     """Return the chat that answers a request. Raises BadRequest."""
     try:
-        return ChatCompletionRequest.model_validate(body.chat(history))
+        return ChatCompletionRequest.model_validate(fields)
     except ValidationError as error:
         problem = problems_of(error, Speculative.model_fields)[0]
         raise BadRequest(str(problem), param=problem.field.partition(".")[0]) from None
@@ -270,11 +285,11 @@ def sse(event: dict[str, Any]) -> str:
 
 
 async def events_of(
-    builder: ResponseBuilder,
+    builder: Builder,
     generation: Generation,
     first: tuple[int, TextDelta],
     rest: AsyncGenerator[tuple[int, TextDelta]],
-    on_end: Callable[[], None],
+    on_end: Callable[[], None] = lambda: None,
 ) -> AsyncGenerator[str]:
     """Yield the events of a stream; `on_end` is called before the last one."""
     try:
@@ -292,3 +307,17 @@ async def events_of(
         last = builder.fail(to_http_error(error))
     for event in last:
         yield sse(event)
+
+
+async def build(
+    builder: Builder,
+    generation: Generation,
+    first: tuple[int, TextDelta],
+    rest: AsyncGenerator[tuple[int, TextDelta]],
+) -> None:
+    """Build a whole answer."""
+    builder.feed(first[1])
+    async with aclosing(rest):
+        async for _, delta in rest:
+            builder.feed(delta)
+    builder.end(generation)

@@ -22,7 +22,7 @@ MAX_BODY = 1 << 20
 """Larger bodies, in bytes, are not parsed in the proxy. Their requests belong to no session."""
 PREFIX_CHARS, PREFIX_TOKENS = 512, 128
 """Completions whose prompts begin with the same characters or tokens belong together."""
-_POST = re.compile(r"/v1/(completions|chat/completions|responses)")
+_POST = re.compile(r"/v1/(completions|chat/completions|responses|messages)")
 _STORED = re.compile(r"/v1/responses/(?!input_tokens)([^/]+)")
 
 

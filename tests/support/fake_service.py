@@ -141,9 +141,10 @@ def stream(http: httpx2.Client, path: str, **body: Any) -> list[Any]:
 
 
 def error_of(response: httpx2.Response) -> dict[str, Any]:
-    """Return the error object and check its keys."""
-    error = response.json()["error"]
-    assert {"message", "type", "param", "code"} <= error.keys()
+    """Return the error object and check its keys: Anthropic's, or OpenAI's."""
+    body = response.json()
+    error = body["error"]
+    assert {"message", "type"} <= error.keys() and ("type" in body or {"param", "code"} <= error.keys())
     assert "Traceback" not in response.text
     return error
 

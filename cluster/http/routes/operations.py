@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from cluster.errors import unavailable
@@ -26,16 +26,16 @@ def add_operation_routes(app: FastAPI, service: Service) -> None:
         return inspector_page()
 
     @app.get("/health", responses=errors(503))
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         health = service.health()
         if not health.ok:
-            return error_response(unavailable(health.reason))
+            return error_response(unavailable(health.reason), request.scope)
         return JSONResponse({"status": "degraded", "reason": health.reason} if health.reason else {"status": "ok"})
 
     @app.get("/ping", responses=errors(503))
     @app.post("/ping", responses=errors(503))
-    async def ping() -> Response:
-        return await health()
+    async def ping(request: Request) -> Response:
+        return await health(request)
 
     @app.get("/load")
     async def load() -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,16 +16,11 @@ from cluster.http.routes.batches import After, NumEntries, Order
 from cluster.http.service import Service
 from cluster.openai.request_params import ineffective_settings
 from cluster.openai.response_store import StoredResponse
-from cluster.openai.responses_api import (
-    ResponseBuilder,
-    chat_of,
-    events_of,
-    in_words_of_responses,
-)
+from cluster.openai.responses_api import ResponseBuilder, build, chat_of, events_of, in_words
 from cluster.openai.streaming import EventStream, cancel_on_disconnect
 from secateur.requests import ChatCompletionRequest
 from secateur.responses import LAST_EVENT_ID_HEADER
-from secateur.responses_api import DeletedResponse, InputItems, InputTokens, ResponseObject, ResponsesRequest
+from secateur.responses_api import NAMES, DeletedResponse, InputItems, InputTokens, ResponseObject, ResponsesRequest
 
 
 def add_response_routes(app: FastAPI, service: Service) -> None:
@@ -39,13 +33,13 @@ def add_response_routes(app: FastAPI, service: Service) -> None:
         owner = service.owner(request)
         body = service.responses.resolve(body, owner)
         history = service.responses.history(body.previous_response_id, owner)
-        return body, history, service.accept(chat_of(body, history))
+        return body, history, service.accept(chat_of(body.chat(history)))
 
     @app.post("/v1/responses", response_model=ResponseObject, responses={200: STREAM, **WITH_BODY})
     @cancel_on_disconnect
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         arrival = time.perf_counter()
-        with in_words_of_responses():
+        with in_words(NAMES):
             service.check_body(body)
             if LAST_EVENT_ID_HEADER in request.headers:
                 raise BadRequest(
@@ -77,11 +71,7 @@ def add_response_routes(app: FastAPI, service: Service) -> None:
             if body.stream:
                 events = events_of(builder, generation, first, deltas, lambda: keep(finished()))
                 return EventStream(events, deltas, headers)
-            builder.feed(first[1])
-            async with aclosing(deltas):
-                async for _, delta in deltas:
-                    builder.feed(delta)
-            builder.end(generation)
+            await build(builder, generation, first, deltas)
             stored = await asyncio.to_thread(finished) if body.has_logprobs else finished()  # as of chats
             keep(stored)
             return Response(stored.response, media_type="application/json", headers=headers)
@@ -89,7 +79,7 @@ def add_response_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses/input_tokens", response_model=InputTokens, responses=WITH_BODY)
     @cancel_on_disconnect
     async def input_tokens(body: ResponsesRequest, request: Request) -> Response:
-        with in_words_of_responses():
+        with in_words(NAMES):
             service.check_body(body)
             _, _, chat = resolved(body, request)
             service.admission.admit(1, priority=chat.priority, wait_s=chat.first_token_timeout_s)

@@ -51,7 +51,7 @@ def post(running: FakeService, path: str = COMPLETIONS, **fields: Any) -> httpx2
         return http.post(path, json=BODIES[path] | fields)
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions/", "/v1/responses", "/tokenize"])
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions/", "/v1/responses", "/v1/messages", "/tokenize"])
 def test_a_full_queue_refuses_before_the_body_has_come(own: Own, path: str) -> None:
     running = own(max_pending=1)
     host, _, port = running.url.removeprefix("http://").partition(":")

@@ -92,6 +92,8 @@ def test_prompts_and_answers_are_charged(own: Callable[..., FakeService], tmp_pa
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 6}),
         ("/v1/responses", {"input": "a", "max_output_tokens": 6}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 6}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]}),
         ("/tokenize", {"prompt": "a"}),
     ],
 )
@@ -104,7 +106,7 @@ def test_every_route_that_computes_counts(
     with own(api_keys=KeyFile(file)).http() as http:
         assert [http.post(path, json=body, headers=key).status_code for _ in range(2)] == [200, 429]
         charged = by_key(http, "key_tokens")
-        assert charged.get(("team", "generation"), 0) == (0 if path == "/tokenize" else 6)
+        assert charged.get(("team", "generation"), 0) == (0 if path.endswith(("/tokenize", "/count_tokens")) else 6)
 
 
 def test_the_only_key_of_a_service_has_no_limit(own: Callable[..., FakeService]) -> None:

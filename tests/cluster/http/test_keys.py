@@ -36,6 +36,16 @@ def test_generation_models_and_server_info_need_a_key(own: Callable[..., FakeSer
         assert http.get("/metrics").status_code == 200
 
 
+def test_a_key_may_come_as_anthropics_clients_send_it(own: Callable[..., FakeService]) -> None:
+    with own(api_key="sesame").http() as http:
+        for path in ("/v1/models", "/v1/messages"):
+            response = http.get(path, headers={"x-api-key": "sesam"})
+            assert response.status_code == 401 and error_of(response)["type"] == "authentication_error"
+            assert http.get(path, headers={"x-api-key": "sesame"}).status_code != 401
+        refused = http.post("/v1/messages", json={})
+        assert refused.json().keys() == {"type", "error"} and refused.headers["WWW-Authenticate"] == "Bearer"
+
+
 @pytest.mark.parametrize(
     ("authorization", "expected"),
     [

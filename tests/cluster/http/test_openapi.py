@@ -16,6 +16,7 @@ import secateur
 from cluster.http.limits import MAX_BODY_BYTES
 from cluster.text.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
 from secateur.batches_api import CreateBatchRequest
+from secateur.messages_api import CountTokensRequest, MessagesError, MessagesRequest
 from secateur.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from secateur.responses import ErrorResponse
 from secateur.responses_api import ResponsesRequest
@@ -27,6 +28,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
     "/v1/responses": {"input": "a"},
     "/v1/responses/input_tokens": {"input": "a"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 99},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }
@@ -34,6 +37,8 @@ MODELS = (
     CompletionRequest,
     ChatCompletionRequest,
     ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
     TokenizeRequest,
     DetokenizeRequest,
     CreateBatchRequest,
@@ -61,6 +66,10 @@ def full(running: FakeService) -> Iterator[None]:
         waiting.join()
 
 
+def error_of(path: str) -> type[ErrorResponse | MessagesError]:
+    return MessagesError if path.startswith("/v1/messages") else ErrorResponse
+
+
 def a_bug(*_: Any, **__: Any) -> Any:
     raise RuntimeError("a bug")
 
@@ -81,7 +90,7 @@ def test_routes_with_a_body_send_the_errors_that_the_document_declares(
         def send(path: str, expected: int, *, headers: dict[str, str] | None = None, **body: Any) -> None:
             response = http.post(path, json=BODIES[path] | body, headers=headers or {})
             assert response.status_code == expected, (path, response.text)
-            ErrorResponse.model_validate(response.json())
+            error_of(path).model_validate(response.json())
             declared = document["paths"][path]["post"]["responses"][str(expected)]
             assert {name.lower() for name in declared.get("headers", {})} <= response.headers.keys()
             sent[path].add(expected)
@@ -91,7 +100,7 @@ def test_routes_with_a_body_send_the_errors_that_the_document_declares(
             send(path, 401, headers={"Authorization": "Bearer wrong"})
             send(path, 404, model="another")
             response = http.post(path, content=b" " * (MAX_BODY_BYTES + 1))
-            assert ErrorResponse.model_validate(response.json()) and response.status_code == 413
+            assert error_of(path).model_validate(response.json()) and response.status_code == 413
             sent[path].add(413)
             with monkeypatch.context() as broken:
                 broken.setattr(service, "check_body", a_bug)
@@ -220,7 +229,7 @@ def references(schema: Any) -> Iterator[str]:
                 yield from references(value)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
 def test_every_event_of_a_stream_is_declared(http: httpx2.Client, path: str) -> None:
     declared = document_of(http)["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
     text = http.post(path, json=BODIES[path] | {"stream": True}, headers=KEY).raise_for_status().text
@@ -228,7 +237,7 @@ def test_every_event_of_a_stream_is_declared(http: httpx2.Client, path: str) -> 
     assert len(events) > 2
     for event in events:
         jsonschema.validate(event, declared["itemSchema"])
-    assert {name for event in events for name in event} == {"data", "event" if path.endswith("responses") else "id"}
+    assert {name for event in events for name in event} == {"data", "id" if path.endswith("completions") else "event"}
 
 
 def test_answers_and_streams_are_declared(http: httpx2.Client) -> None:

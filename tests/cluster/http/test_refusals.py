@@ -235,10 +235,8 @@ def test_a_model_may_have_several_names_of_which_answers_have_the_first(
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("/v1/messages", "send the conversation to /v1/chat/completions"),
-        ("/v1/messages/count_tokens", "does not speak Anthropic's interface"),
         ("/v1/embeddings", "need a service for embedding models"),
-        ("/v1/messages2", "see /openapi.json"),
+        ("/v1/embeddings2", "see /openapi.json"),
         ("/v1/responses/compact", "let /v1/responses write a summary, and begin a new conversation with it"),
     ],
 )

@@ -56,10 +56,10 @@ def rendered(tokenizer: Tokenizer, service: FakeService) -> str:
     return tokenizer.decode(service.engine.submitted[-1].prompt, skip_special_tokens=False)
 
 
-def writing(tokenizer: Tokenizer, text: str) -> Callable[[Submit], list[list[int]]]:
-    """Return the script of an engine that writes this text, three tokens a step."""
+def writing(tokenizer: Tokenizer, text: str, size: int = 3) -> Callable[[Submit], list[list[int]]]:
+    """Return the script of an engine that writes this text, `size` tokens a step."""
     ids = [*tokenizer.encode(text, add_special_tokens=False), 0]
-    return lambda submit: [ids[start : start + 3] for start in range(0, len(ids), 3)]
+    return lambda submit: [ids[start : start + size] for start in range(0, len(ids), size)]
 
 
 def test_a_response_has_openais_fields(http: httpx2.Client, service: FakeService, tokenizer: Tokenizer) -> None:
@@ -313,7 +313,7 @@ def in_steps(
     Both are checked to be the same whole and in a stream. Behind a last token 0 the answer has ended.
     """
     body = ResponsesRequest(input="a", include=[LOGPROBS], **{"tools": [TOOL], **asked})
-    chat = chat_of(body, [])
+    chat = chat_of(body.chat([]))
     new_reader = AnswerReaders(tokenizer, "think").of(chat, [5])
     builder = ResponseBuilder(body, chat, "m", tokenizer, new_reader, "r")
     format = ChatFormat(chat, "m", tokenizer, new_reader)
