@@ -19,6 +19,19 @@ MODEL, SPECULATION, LIMITS, SERVING = "Model", "Speculation", "Limits", "Serving
 """Groups of flags."""
 SHORTEST_REQUEST = 2
 """One prompt token and one output token."""
+_THINKING = (
+    *("deepseek_r1", "deepseek_v3", "ernie45", "glm45", "glm47", "holo2", "kimi_k2", "mimo", "minimax_m2"),
+    *("nemotron_v3", "olmo3", "qwen3", "step3", "step3p5"),
+)
+"""vLLM's parsers of reasoning between <think> and </think>."""
+_SAME_CALLS = {
+    "glm47": "glm45",
+    "granite4": "hermes",
+    "llama4_json": "llama3_json",
+    "mimo": "qwen3_coder",
+    "qwen3_xml": "qwen3_coder",
+}
+"""vLLM's parsers of tool calls -> those of the same format."""
 
 Method = Literal["ngram", "draft_model", "eagle", "eagle3", "mtp", "dspark", "dflash"]
 WEIGHTS: dict[Method, Literal["own", "target", "none"]] = {
@@ -314,23 +327,40 @@ class EngineSettings(Settings):
     allow_credentials: Annotated[bool, Flag("Let browsers send cookies with such requests", SERVING)] = False
     """API keys do not need it."""
     reasoning_parser: Annotated[
-        Literal["auto", "none", "think"],
+        Literal["auto", "none", "think", "openai_gptoss", "gemma4", "seed_oss", "mistral", "granite"],
         Flag(
-            "How the model writes reasoning: auto (as its chat template has it), think (<think>...</think>) or none",
+            "How the model writes reasoning: auto (as its chat template has it), think (<think>...</think>), the name "
+            "of a parser of vLLM, or none",
             SERVING,
             metavar="FORMAT",
             default="",
-            vllm_values=dict.fromkeys(("deepseek_r1", "qwen3", "glm45"), "think"),
+            vllm_values=dict.fromkeys(_THINKING, "think"),
             vllm_names=("reasoning-config", "enable-reasoning"),
         ),
     ] = "auto"
     tool_call_parser: Annotated[
-        Literal["auto", "hermes", "llama3_json", "mistral"],
+        Literal[
+            "auto",
+            "hermes",
+            "llama3_json",
+            "mistral",
+            "qwen3_coder",
+            "glm45",
+            "openai",
+            "minimax_m2",
+            "granite",
+            "gemma4",
+            "functiongemma",
+            "deepseek_v3",
+            "deepseek_v31",
+            "kimi_k2",
+        ],
         Flag(
-            "How the model writes tool calls: auto (as its chat template teaches), hermes, llama3_json or mistral",
+            "How the model writes tool calls: auto (as its chat template teaches), or the name of a parser of vLLM",
             SERVING,
             metavar="FORMAT",
             default="",
+            vllm_values=_SAME_CALLS,
         ),
     ] = "auto"
     root_path: Annotated[

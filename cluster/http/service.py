@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -31,7 +31,7 @@ from cluster.system.shared import Shared
 from cluster.text.answer_reader import AnswerReaders
 from cluster.text.tokenizer import Conversation, TextLimit, Tokenizer, text_size
 from cluster.text.tokenizer_pool import TokenizerPool
-from cluster.text.tool_calls import ToolCallFormat, decoded_calls, tools_of
+from cluster.text.tool_calls import decoded_calls, tools_of
 from secateur.api_keys import ApiKey
 from secateur.bodies import UnsupportedContent
 from secateur.errors import ConfigError
@@ -128,9 +128,9 @@ class Service:
     """Folder of /v1/files and /v1/batches; None = they are not served."""
     root_path: str = ""
     """The prefix under which clients see the service, such as /llm."""
-    reasoning_parser: Literal["auto", "none", "think"] = "auto"
+    reasoning_parser: str = "auto"
     """See `AnswerReaders`, as for the next one."""
-    tool_call_parser: Literal["auto"] | ToolCallFormat = "auto"
+    tool_call_parser: str = "auto"
     shared: Shared = field(default_factory=Shared)
     """Holds what all fronts of the engine count together."""
     tracing: Tracing = field(default_factory=Tracing.from_environment)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Sequence
-from typing import Literal
+from functools import partial
 
-from cluster.text.reasoning import ReasoningCounter, ReasoningReader, ends_inside, teaches_reasoning
+from cluster.text.call_formats import format_of_template, is_whole, shows_special_tokens
+from cluster.text.harmony import FORMAT as HARMONY
+from cluster.text.harmony import HarmonyReader
+from cluster.text.reasoning import MARKS, ReasoningCounter, ReasoningReader, ends_inside, marks_of_template
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tool_calls import (
     TAUGHT_FORMAT,
@@ -18,12 +21,8 @@ from cluster.text.tool_calls import (
     CallPart,
     CustomInput,
     TextPart,
-    ToolCallFormat,
     ToolCallReader,
-    format_of_template,
-    is_whole,
     reader_of_calls,
-    shows_special_tokens,
 )
 from secateur.requests import ChatCompletionRequest, SamplingRequest
 
@@ -43,7 +42,7 @@ class AnswerReader:
     def __init__(
         self,
         reasoning: ReasoningReader | None = None,
-        calls: ToolCallReader | None = None,
+        calls: ToolCallReader | HarmonyReader | None = None,
         begun: str = "",
         *,
         echoes: bool = False,
@@ -135,12 +134,13 @@ class AnswerReaders:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        reasoning_parser: Literal["auto", "none", "think"] = "auto",
-        tool_call_parser: Literal["auto"] | ToolCallFormat = "auto",
+        reasoning_parser: str = "auto",
+        tool_call_parser: str = "auto",
     ) -> None:
+        """The parsers are names of `MARKS` and `FORMATS`, `none`, or `auto`: what the chat template has."""
         self._tokenizer, template = tokenizer, tokenizer.template_source
-        self._reasons = reasoning_parser == "think" or (reasoning_parser == "auto" and teaches_reasoning(template))
-        self._call_format: ToolCallFormat | None = TAUGHT_FORMAT
+        self._marks = marks_of_template(template) if reasoning_parser == "auto" else MARKS.get(reasoning_parser)
+        self._call_format: str | None = TAUGHT_FORMAT
         if tool_call_parser != "auto":
             self._call_format = tool_call_parser
         elif tokenizer.has_tools_template:
@@ -153,12 +153,15 @@ class AnswerReaders:
 
     def of(self, body: ChatCompletionRequest, prompt: Sequence[int]) -> Callable[[], AnswerReader] | None:
         """Return what makes the reader of each of a chat's answers; None if they are content alone."""
-        new_calls = reader_of_calls(body, self._call_format)
-        if new_calls is None and not self._reasons:
+        marks, new_calls = self._marks, reader_of_calls(body, self._call_format)
+        if self._call_format == HARMONY and body.structure is None:  # it has messages for reasoning and content, too
+            most = 0 if body.calls == "none" else None if body.parallel_tool_calls else 1
+            marks, new_calls = None, partial(HarmonyReader, most=most)
+        if marks is None and new_calls is None:
             return None
-        begins_inside = self._reasons and self._begins_inside(body, prompt)
+        begins_inside = self._begins_inside(body, prompt)
         return lambda: AnswerReader(
-            ReasoningReader(begins_inside=begins_inside) if self._reasons else None,
+            None if marks is None else ReasoningReader(begins_inside=begins_inside, marks=marks),
             None if new_calls is None else new_calls(),
             body.begun_text,
             echoes=body.echo,
@@ -168,20 +171,23 @@ class AnswerReaders:
 
     def counter(self, body: SamplingRequest, prompt: Sequence[int]) -> ReasoningCounter | None:
         """Return what counts the reasoning of one answer; None if nothing tells reasoning apart."""
-        if not self._reasons or not isinstance(body, ChatCompletionRequest):
+        if self._marks is None or not isinstance(body, ChatCompletionRequest):
             return None
-        return ReasoningCounter(begins_inside=self._begins_inside(body, prompt), begun=body.begun_text)
+        begins_inside = self._begins_inside(body, prompt)
+        return ReasoningCounter(begins_inside=begins_inside, begun=body.begun_text, marks=self._marks)
 
     def read_special_tokens(self, body: SamplingRequest) -> bool:
-        """Return whether special tokens in the answer's text mark its calls."""
-        may_call = isinstance(body, ChatCompletionRequest) and body.calls == "auto"
-        return may_call and shows_special_tokens(self._call_format)
+        """Return whether special tokens in the answer's text mark its reasoning or its calls."""
+        if not isinstance(body, ChatCompletionRequest):
+            return False
+        may_call = body.calls == "auto" and shows_special_tokens(self._call_format)
+        return may_call or (self._marks is not None and self._marks.are_special)
 
     def _begins_inside(self, body: ChatCompletionRequest, prompt: Sequence[int]) -> bool:
         """Return whether the answer begins with reasoning. A structured output leaves no room for it."""
-        if body.structure is not None:
+        if self._marks is None or body.structure is not None:
             return False
         begun = body.begun_text.strip()
         end = prompt[-_END_TOKENS - len(begun.encode()) :]  # a token has at least a byte
         text = self._tokenizer.decode(end, skip_special_tokens=False).rstrip()
-        return ends_inside(text.removesuffix(begun))
+        return ends_inside(text.removesuffix(begun), self._marks)

@@ -1,13 +1,34 @@
-"""Separates a model's reasoning, between <think> and </think>, from its answer while both are written."""
+"""Separates a model's reasoning, such as that between <think> and </think>, from its answer while both are written."""
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from typing import NamedTuple
 
 from cluster.text.tool_calls import longest_overlap
 
-_OPENING, _CLOSING = "<think>", "</think>"
+
+class Marks(NamedTuple):
+    """What stands before and behind the reasoning of a family, and a pattern of what its chat templates have."""
+
+    opening: str
+    closing: str
+    taught: str
+    are_special: bool = False
+    """They are special tokens, which are otherwise left out of the text."""
+
+
+MARKS: dict[str, Marks] = {
+    "openai_gptoss": Marks("<|channel|>analysis<|message|>", "<|end|>", r"<\|channel\|>analysis", are_special=True),
+    "gemma4": Marks("<|channel>thought\n", "<channel|>", r"<\|channel>thought", are_special=True),
+    "seed_oss": Marks("<seed:think>", "</seed:think>", "<seed:think>"),
+    "mistral": Marks("[THINK]", "[/THINK]", r"\[THINK\]", are_special=True),
+    "granite": Marks("Here is my thought process:", "Here is my response:", "Here is my thought process:"),
+    "think": Marks("<think>", "</think>", "</?think>"),
+}
+"""By vLLM's names, but for `think`, of which vLLM has one for each family."""
+THINK = MARKS["think"]
 
 
 class Thought(NamedTuple):
@@ -18,14 +39,14 @@ class Thought(NamedTuple):
     start: int = 0
 
 
-def teaches_reasoning(template: str) -> bool:
-    """Return whether a chat template is for a model that reasons."""
-    return _CLOSING in template or _OPENING in template
+def marks_of_template(template: str) -> Marks | None:
+    """Return how the model of a chat template marks its reasoning; None if it does not reason."""
+    return next((marks for marks in MARKS.values() if re.search(marks.taught, template)), None)
 
 
-def ends_inside(prompt: str) -> bool:
+def ends_inside(prompt: str, marks: Marks = THINK) -> bool:
     """Return whether a prompt ends with the opening mark, so that the answer begins with reasoning."""
-    return prompt.rstrip().endswith(_OPENING)
+    return prompt.rstrip().endswith(marks.opening.rstrip())
 
 
 class ReasoningReader:
@@ -35,7 +56,8 @@ class ReasoningReader:
     missing is reasoning.
     """
 
-    def __init__(self, *, begins_inside: bool) -> None:
+    def __init__(self, *, begins_inside: bool, marks: Marks = THINK) -> None:
+        self._marks = marks
         self._state = "inside" if begins_inside else "start"  # or "behind" the reasoning, or in the "answer"
         self._num_read = 0  # characters
         self._rest = ""  # read, but not understood yet
@@ -49,13 +71,13 @@ class ReasoningReader:
         reasoning, start = "", 0
         if self._state == "start":
             stripped = self._rest.lstrip()
-            if stripped.startswith(_OPENING):
-                self._state, self._rest = "inside", stripped[len(_OPENING) :]
-            elif not _OPENING.startswith(stripped):
+            if stripped.startswith(self._marks.opening):
+                self._state, self._rest = "inside", stripped[len(self._marks.opening) :]
+            elif not self._marks.opening.startswith(stripped):
                 self._state = "answer"
         if self._state == "inside":
-            before, found, behind = self._rest.partition(_CLOSING)
-            kept = len(before) if found else len(before) - longest_overlap(before, _CLOSING)
+            before, found, behind = self._rest.partition(self._marks.closing)
+            kept = len(before) if found else len(before) - longest_overlap(before, self._marks.closing)
             reasoning, start = self._reasoning(before[:kept], len(self._rest) - kept)
             self._rest = before[kept:]
             if found:
@@ -91,8 +113,9 @@ class ReasoningCounter:
     Like `ReasoningReader`, it looks for the marks in the text, since a mark may be several tokens.
     """
 
-    def __init__(self, *, begins_inside: bool, begun: str = "") -> None:
+    def __init__(self, *, begins_inside: bool, begun: str = "", marks: Marks = THINK) -> None:
         self.count = 0
+        self._marks = marks
         self._state = "inside" if begins_inside else "start"  # or in the "answer"
         self._text = ""  # at the start, or inside the reasoning
         self._starts: list[int] = []  # where the text of each token of the reasoning begins
@@ -107,16 +130,16 @@ class ReasoningCounter:
         start, self._text = len(self._text), self._text + text
         if self._state == "start":
             stripped = self._text.lstrip()
-            if not stripped.startswith(_OPENING):
-                self._state = "start" if _OPENING.startswith(stripped) else "answer"
+            if not stripped.startswith(self._marks.opening):
+                self._state = "start" if self._marks.opening.startswith(stripped) else "answer"
                 return
-            self._state, self._text, start = "inside", stripped[len(_OPENING) :], 0
+            self._state, self._text, start = "inside", stripped[len(self._marks.opening) :], 0
             if not self._text:
                 return
         self._starts.append(start)
-        end = self._text.find(_CLOSING, max(0, start - len(_CLOSING)))
+        end = self._text.find(self._marks.closing, max(0, start - len(self._marks.closing)))
         if end >= 0:
             self._state = "answer"
-        elif held := longest_overlap(self._text, _CLOSING):
+        elif held := longest_overlap(self._text, self._marks.closing):
             end = len(self._text) - held
         self.count = max(self.count, len(self._starts) if end < 0 else bisect_left(self._starts, end))

@@ -5,12 +5,9 @@
         parts = reader.feed(text)     # content that belongs to no call, and parts of calls, in the order of the text
     parts = reader.finish()
 
-Names and arguments are sent as soon as they are known; arguments are sent as the model writes them. Text that turns out
-to be no call is content. Formats, and the families that use them:
+Names are sent as soon as they are known, and so are arguments, as the model writes them. Text that turns out to be no
+call is content. How families of models write calls is in `call_formats`. What a `tool_choice` demands is read by these:
 
-    hermes      <tool_call>{"name": ..., "arguments": {...}}</tool_call>           Hermes, Qwen
-    llama3_json {"name": ..., "parameters": {...}}; {...}                           Llama 3
-    mistral     [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or name{...}  Mistral
     list        [{"name": ..., "parameters": {...}}, ...]                           `tool_choice: "required"`
     arguments   {...}                                                               `tool_choice` with a name
     input       any text                                                            the same, of a tool with a grammar
@@ -19,34 +16,19 @@ to be no call is content. Formats, and the families that use them:
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from cluster.errors import PromptError
+from cluster.text.call_formats import FORMATS, CallFormat, is_whole, json_of, json_of_bare, types_of
 from secateur.requests import ChatCompletionRequest, TokenizeRequest
 
-ToolCallFormat = Literal["hermes", "llama3_json", "mistral"]
-
-TAUGHT_FORMAT: ToolCallFormat = "hermes"
+TAUGHT_FORMAT = "hermes"
 """The format that `taught` teaches models whose chat templates know no tools."""
-_OPENINGS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}
-_CLOSING = "</tool_call>"  # of hermes
-_PYTHON_TAG = "<|python_tag|>"  # Llama 3 may write it before a call
-_MISTRAL_HEAD = re.compile(
-    r"\s{0,9}([\w.-]{1,64})\s{0,9}(?:\[CALL_ID\]\s{0,9}[\w-]{1,64}\s{0,9})?(?:\[ARGS\]\s{0,9})?(?=\{)"
-)
-_MISTRAL_END = "x[CALL_ID]x[ARGS]{"
-"""Ends of it complete any text with which a head may begin."""
-_TAUGHT: list[tuple[ToolCallFormat, re.Pattern[str]]] = [
-    ("mistral", re.compile(r"\[TOOL_CALLS\]")),
-    ("hermes", re.compile(r'<tool_call>(?:(?!</tool_call>).)*?"name\\?"\s*:', re.DOTALL)),
-    ("llama3_json", re.compile(r'\{\\?"name\\?":[^,{}]*, ?\\?"parameters\\?":')),
-]
-"""What templates that teach a format have. A quote may be escaped, where it stands in a string."""
 _NAMES, _ARGUMENTS = ("name", "function"), ("arguments", "parameters")
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -112,16 +94,6 @@ class AnswerParts(tuple[TextPart | CallPart, ...]):
     def calls(self) -> tuple[CallPart, ...]:
         """Return the parts of calls."""
         return tuple(part for part in self if isinstance(part, CallPart))
-
-
-def format_of_template(template: str) -> ToolCallFormat | None:
-    """Return the format that a chat template teaches; None if it is another one. Without tools it teaches none."""
-    return next((format for format, pattern in _TAUGHT if pattern.search(template)), None)
-
-
-def shows_special_tokens(format: ToolCallFormat | None) -> bool:
-    """Return whether calls are marked by special tokens, which are otherwise left out of the text."""
-    return format in ("llama3_json", "mistral")
 
 
 class JsonValue:
@@ -244,16 +216,23 @@ class JsonCall:
 
 
 class ToolCallReader:
-    """Reads the calls of one answer. most: calls beyond this number are dropped; None = all are read.
+    """Reads the calls of one answer. format: of `FORMATS`, or what is demanded: list, arguments or input.
 
-    name: of the function that the answer calls, for the format `arguments`.
+    most: calls beyond this number are dropped; None = all are read. name: of the function that the answer calls, for
+    the format `arguments`. schemas: of the arguments, by function, for formats that write texts without quotes.
     """
 
     def __init__(
-        self, format: ToolCallFormat | Literal["list", "arguments", "input"], *, most: int | None = None, name: str = ""
+        self,
+        format: str,
+        *,
+        most: int | None = None,
+        name: str = "",
+        schemas: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
         self.num_calls = 0
-        self._most, self._format = most, format
+        self._most, self._format, self._schemas = most, format, schemas
+        self._form = FORMATS.get(format, CallFormat(taught="", opening=""))
         self._state: Callable[[str], str | None] = self._read_text
         self._num_read = 0  # characters
         self._rest = ""  # read, but not understood yet
@@ -262,6 +241,10 @@ class ToolCallReader:
         self._head = ""  # the marks before the current call, which are content if it is none
         self._call = JsonCall()
         self._value: JsonValue | None = None
+        self._name = ""  # of the current call ...
+        self._num_arguments = 0  # ... and how many of its arguments have begun, where each stands alone
+        self._types: frozenset[str] = frozenset()  # of the current one
+        self._is_begun = False  # some of its text was sent
         self._is_announced = False  # the current call's name was sent
         self._is_behind_call = False  # and no content has followed
         self._has_content = False
@@ -271,13 +254,14 @@ class ToolCallReader:
                 self._state = self._read_arguments if format == "arguments" else self._read_input
             case "list":
                 self._state = self._read_list
-            case "llama3_json":
+            case _ if self._form.is_first:
                 self._state = self._read_start
 
     @property
     def is_inside_call(self) -> bool:
         """Return whether a call has been told, but not to its end."""
-        return self._is_announced and self._state in (self._read_call, self._read_arguments)
+        inside = (self._read_call, self._read_arguments, self._read_argument, self._read_value, self._read_bare)
+        return self._is_announced and self._state in inside
 
     def feed(self, text: str) -> AnswerParts:
         """Read more of the answer."""
@@ -292,8 +276,10 @@ class ToolCallReader:
         if self._state in (self._read_text, self._read_start):
             self._add_content(self._rest)
         elif self._state == self._read_closing:
-            _, is_closed, behind = self._rest.rpartition(_CLOSING)
+            _, is_closed, behind = self._rest.rpartition(self._form.closing)
             self._add_content(behind if is_closed else "")
+        elif self._state in (self._read_value, self._read_bare):
+            self._add_arguments(self._rest if self._state == self._read_bare else self._value_json(self._rest))
         elif not self._is_announced:
             self._add_content(self._head + self._call.raw + self._rest)
         if self._space:
@@ -308,8 +294,8 @@ class ToolCallReader:
 
     def _read_text(self, text: str) -> str | None:
         """Read content up to the mark of a call."""
-        opening = _OPENINGS.get(self._format)
-        if not text or opening is None:
+        opening = self._form.opening
+        if not text or not opening or self._form.is_first:
             self._add_content(text)
             self._rest = ""
             return None
@@ -326,7 +312,7 @@ class ToolCallReader:
 
     def _read_start(self, text: str) -> str | None:
         """Read the beginning of a Llama answer: it is a call if it begins with an object."""
-        if (behind := _without_marks(text, _PYTHON_TAG)) is None:
+        if (behind := _without_marks(text, self._form.opening)) is None:
             return None
         if behind[0] != "{":
             self._state = self._read_text
@@ -337,26 +323,80 @@ class ToolCallReader:
 
     def _read_marks(self, text: str) -> str | None:
         """Read what follows the mark of a call. If the mark is repeated, it counts once."""
-        if (behind := _without_marks(text, _OPENINGS[self._format])) is None:
+        if (behind := _without_marks(text, self._form.opening)) is None:
             return None
         self._head += text.removesuffix(behind)
-        if self._format == "hermes":
-            self._state = self._read_call
-        else:  # a list of calls, or a function's name and its arguments
-            self._state = self._read_list if behind[0] in "[{" else self._read_name
+        if self._form.has_list and behind[0] in "[{":
+            self._state = self._read_list
+        else:
+            self._state = self._read_call if self._form.head is None else self._read_head
         return behind
 
-    def _read_name(self, text: str) -> str | None:
-        """Read Mistral's newer form: name{...}, name[ARGS]{...} or name[CALL_ID]id[ARGS]{...}."""
-        if found := _MISTRAL_HEAD.match(text):
+    def _read_head(self, text: str) -> str | None:
+        """Read the name of a call, up to its arguments."""
+        assert self._form.head is not None
+        if found := self._form.head.pattern.match(text):
             self._announce(found[1])
-            self._state = self._read_arguments
+            if self._form.argument is not None:
+                self._num_arguments, self._state = 0, self._read_argument
+            else:
+                self._state = self._read_bare if self._form.quote else self._read_arguments
             return text[found.end() :]
-        if any(_MISTRAL_HEAD.match(text + _MISTRAL_END[start:]) for start in range(len(_MISTRAL_END))):
+        if self._form.head.may_begin(text):
             return None
         self._state = self._read_text
         self._add_content(self._head, rest=text)
         return text
+
+    def _read_argument(self, text: str) -> str | None:
+        """Read what is before a value, or the end of the call. Anything else ends it, too."""
+        head, closing, stripped = self._form.argument, self._form.closing, text.lstrip()
+        assert head is not None
+        if found := head.pattern.match(stripped):
+            properties = self._schemas.get(self._name, {}).get("properties")
+            self._types = types_of(properties.get(found[1])) if isinstance(properties, Mapping) else frozenset()
+            self._add_arguments(f"{', ' if self._num_arguments else '{'}{json.dumps(found[1], ensure_ascii=False)}: ")
+            self._num_arguments, self._is_begun, self._state = self._num_arguments + 1, False, self._read_value
+            return stripped[found.end() :]
+        if not stripped.startswith(closing) and (closing.startswith(stripped) or head.may_begin(stripped)):
+            return None
+        self._add_arguments("}" if self._num_arguments else "{}")
+        self._state = self._read_closing
+        return stripped
+
+    def _read_value(self, text: str) -> str | None:
+        """Read a value. A text is sent as it comes, other values when they are complete."""
+        end, break_ = self._form.value_end, "\n" if self._form.is_padded else ""
+        if break_ and not self._is_begun and text in ("", break_):
+            return None
+        value, found, behind = text.partition(end)
+        if found:
+            self._add_arguments(self._value_json(value.removesuffix(break_)) + '"' * self._is_begun)
+            self._state = self._read_argument
+            return behind
+        if self._types == {"string"}:
+            held = max(longest_overlap(text, end), longest_overlap(text, break_ + end))
+            self._add_arguments('"' * (not self._is_begun) + self._value_json(text[: len(text) - held], is_part=True))
+            self._is_begun, self._rest = True, text[len(text) - held :]
+        return None
+
+    def _value_json(self, text: str, *, is_part: bool = False) -> str:
+        """Return a value, or a part of one that is a text, as JSON."""
+        if self._is_begun or is_part:
+            return json.dumps(text if self._is_begun else self._unpadded(text), ensure_ascii=False)[1:-1]
+        return json_of(self._unpadded(text), self._types)
+
+    def _unpadded(self, text: str) -> str:
+        return text.removeprefix("\n") if self._form.is_padded else text
+
+    def _read_bare(self, text: str) -> str | None:
+        """Read arguments whose keys are bare. They are sent when they are complete."""
+        arguments, found, _ = text.partition(self._form.closing)
+        if not found:
+            return None
+        self._add_arguments(json_of_bare(arguments, self._form.quote))
+        self._state = self._read_closing
+        return text[len(arguments) :]
 
     def _read_list(self, text: str) -> str | None:
         """Read what lies before, between and behind the objects of a list."""
@@ -389,14 +429,30 @@ class ToolCallReader:
                 self._announce(self._call.name)
             self._add_arguments(self._call.take())
         if self._call.is_complete or self._call.is_broken:
-            self._state = self._read_closing if self._format == "hermes" else self._read_list
+            self._state = self._read_closing if self._form.closing else self._read_list
         return rest
 
     def _read_closing(self, text: str) -> str | None:
-        """Read the end of a Hermes call; its mark may be missing, or be repeated."""
-        if (behind := _without_marks(text, _CLOSING)) is not None:
-            self._state = self._read_text
+        """Read the end of a call; its mark may be missing, or be repeated."""
+        if (behind := _without_marks(text, self._form.closing)) is not None:
+            self._state = self._read_ending if self._form.ending else self._read_text
         return behind
+
+    def _read_ending(self, text: str) -> str | None:
+        """Read the end of several calls, or go on with the next one."""
+        ending, head = self._form.ending, self._form.head
+        assert head is not None
+        if head.pattern.match(text):
+            self._begin_call("")
+            self._state = self._read_head
+            return text
+        if (stripped := text.lstrip()).startswith(ending):
+            self._state = self._read_text
+            return stripped.removeprefix(ending)
+        if ending.startswith(stripped) or head.may_begin(text):
+            return None
+        self._state = self._read_text
+        return text
 
     def _read_arguments(self, text: str) -> str | None:
         """Read the arguments of a call whose name is known."""
@@ -407,7 +463,7 @@ class ToolCallReader:
         used = self._value.feed(text)
         self._add_arguments(text[:used])
         if self._value.is_complete:
-            self._value, self._state = None, self._read_text
+            self._value, self._state = None, self._read_closing if self._form.closing else self._read_text
         return text[used:]
 
     def _read_input(self, text: str) -> str | None:
@@ -422,11 +478,11 @@ class ToolCallReader:
         self._call, self._is_announced, self._head = JsonCall(), False, head
 
     def _announce(self, name: str) -> None:
-        self._is_announced = self._is_behind_call = True
+        self._name, self._is_announced, self._is_behind_call = name, True, True
         self._space = ""
         self.num_calls += 1
         if self._is_wanted:
-            self._parts.append(CallPart(self.num_calls - 1, "", _new_id(self._format), name))
+            self._parts.append(CallPart(self.num_calls - 1, "", new_call_id(self._format), name))
 
     def _add_arguments(self, arguments: str) -> None:
         if arguments and self._is_wanted:
@@ -473,7 +529,8 @@ def _decoded(text: str) -> str | None:
         return None
 
 
-def _new_id(format: str) -> str:
+def new_call_id(format: str) -> str:
+    """Return an id for a call that a model writes in this format."""
     if format == "mistral":  # its templates accept nothing else
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
     return f"call_{secrets.token_hex(12)}"
@@ -505,16 +562,7 @@ class CustomInput:
         return "" if self._is_whole or self._is_bare else self._arguments
 
 
-def is_whole(arguments: str) -> bool:
-    """Return whether a call's arguments are JSON; those of a call that was cut are not."""
-    try:
-        json.loads(arguments)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def reader_of_calls(body: ChatCompletionRequest, written: ToolCallFormat | None) -> Callable[[], ToolCallReader] | None:
+def reader_of_calls(body: ChatCompletionRequest, written: str | None) -> Callable[[], ToolCallReader] | None:
     """Return what makes the reader of each of a chat's answers; None if they have no calls.
 
     written: how the model writes calls of its own choice; None = that is unknown, and they are text.
@@ -528,7 +576,9 @@ def reader_of_calls(body: ChatCompletionRequest, written: ToolCallFormat | None)
         case "required":
             return partial(ToolCallReader, "list", most=most)
         case "auto" if written is not None:
-            return partial(ToolCallReader, written, most=most)
+            functions = [function for tool in body.offered.values() if (function := tool.called) is not None]
+            schemas = {function.name: function.parameters or {} for function in functions}
+            return partial(ToolCallReader, written, most=most, schemas=schemas)
     return None
 
 

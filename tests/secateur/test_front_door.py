@@ -48,7 +48,7 @@ WRONG = [
     ("serve --dtype bf16", "--dtype: 'bf16' is not one of 'auto', 'float32', 'bfloat16'"),
     ("serve --device cuda:0", "--device: 'cuda:0' is not one of 'auto', 'cpu', 'cuda'"),
     ("serve --served-model-name ''", "served_model_name: is empty; write a name, or leave it out"),
-    ("serve --reasoning-parser foo", "reasoning_parser: must be 'auto', 'none' or 'think' (got 'foo')"),
+    ("serve --reasoning-parser foo", "reasoning_parser: must be 'auto', 'none', 'think', 'openai_gptoss', 'gemma4', "),
     ("complete a --top-p 2", "top_p: must be less than or equal to 1 (got 2.0)"),
     ("complete a --max-tokens -3", "max_tokens: must be greater than or equal to 0 (got -3)"),
     ("complete a --base-url localhost:8000", "base_url: must begin with http:// or https://"),

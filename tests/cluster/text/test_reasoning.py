@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cluster.text.answer_reader import AnswerReaders
 from cluster.text.detokenizer import IncrementalDetokenizer
-from cluster.text.reasoning import ReasoningCounter, ReasoningReader
+from cluster.text.reasoning import MARKS, ReasoningCounter, ReasoningReader, marks_of_template
 from cluster.text.tokenizer import Tokenizer
 from secateur.requests import ChatCompletionRequest
 from tests.cluster.http.test_responses_api import events, writing
@@ -94,6 +94,52 @@ def test_an_answer_is_read_the_same_in_any_pieces(
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert read(pieces, begins_inside) == read(list(text), begins_inside) == (reasoning, answer)
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '<think>\\n' }}", "think"),
+        ("content.split('</think>')", "think"),
+        ("{{ '<seed:think>' }}", "seed_oss"),
+        ("[THINK]", "mistral"),
+        ("{{- '<|channel>thought\\n<channel|>' -}}", "gemma4"),
+        ("Write your thoughts after 'Here is my thought process:'", "granite"),
+        ('{{- "<|start|>assistant<|channel|>analysis<|message|>" + m.thinking + "<|end|>" }}', "openai_gptoss"),
+        ("<|end|>{{ messages }}", None),
+    ],
+)
+def test_the_marks_are_those_of_the_template(template: str, name: str | None) -> None:
+    marks = marks_of_template(template)
+    assert marks == (None if name is None else MARKS[name])
+    if marks is not None:
+        text = f"{marks.opening}Hm. <{marks.closing}Tea."
+        for size in range(1, 6):
+            reader = ReasoningReader(begins_inside=False, marks=marks)
+            thoughts = [*(reader.feed(text[at : at + size]) for at in range(0, len(text), size)), reader.finish()]
+            assert "".join(each.reasoning for each in thoughts) == "Hm. <"
+            assert "".join(each.answer for each in thoughts) == "Tea."
+
+
+def test_gpt_oss_tells_its_parts_apart_by_channels(tmp_path: Path) -> None:
+    knows = "{{ tools }}{# <|channel|>analysis <|channel|>commentary #}"
+    template = f"{{% for m in messages %}}{{{{ m['content'] }}}}{{% endfor %}}{knows}"
+    tokenizer = Tokenizer(str(copied_tokenizer(tmp_path, template)))
+    text = (
+        "<|channel|>analysis<|message|>Hm, tea.<|end|><|start|>assistant<|channel|>commentary<|message|>I order.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.order <|constrain|>json<|message|>{"what": "tea"}'
+    )
+    with fake_service(tokenizer, tmp_path, writing(tokenizer, text)) as own, own.http() as http:
+        body = {"messages": [HI], "tools": TOOLS}
+        whole = http.post(CHAT, json=body).raise_for_status().json()
+        message = whole["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ("Hm, tea.", "I order.")
+        [call] = message["tool_calls"]
+        assert call["function"] == {"name": "order", "arguments": '{"what": "tea"}'}
+        assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+        assert of_stream(http, **body) == ("Hm, tea.", "I order.", ["order"])
+        plain = http.post(CHAT, json={"messages": [HI]}).json()["choices"][0]["message"]
+        assert plain["content"] == 'I order.\n{"what": "tea"}' and "tool_calls" not in plain
 
 
 def of_stream(http: httpx2.Client, **body: Any) -> tuple[str, str, list[str]]:

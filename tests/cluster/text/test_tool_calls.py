@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
-from typing import Any
+from typing import Any, get_args
 
 import httpx2
 import pytest
@@ -14,8 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.text.answer_reader import AnswerReaders
+from cluster.text.call_formats import FORMATS, format_of_template, json_of, types_of
+from cluster.text.harmony import HarmonyReader
+from cluster.text.reasoning import MARKS
 from cluster.text.tokenizer import Tokenizer
-from cluster.text.tool_calls import CustomInput, ToolCallReader, format_of_template, taught
+from cluster.text.tool_calls import CustomInput, ToolCallReader, taught
+from secateur.settings import EngineSettings, settings_of
 from tests.cluster.conftest import MODEL
 from tests.cluster.http.test_structured_outputs import matches
 from tests.support.fake_service import FakeService, error_of, fake_service, stream
@@ -36,12 +40,13 @@ TOOLS = [
 ]
 HERMES = '<tool_call>{"name": <function-name>, "arguments": <args-json-object>}</tool_call>'
 """What a chat template says that teaches this format."""
+SCHEMAS = {"f": {"properties": {"a": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": ["object", "null"]}}}}
 Calls = list[tuple[str, str]]
 
 
 def read(format: Any, pieces: list[str], **options: Any) -> tuple[str, Calls]:
     """Return the content and the calls, each with its name and arguments."""
-    reader = ToolCallReader(format, **options)
+    reader = HarmonyReader(**options) if format == "openai" else ToolCallReader(format, schemas=SCHEMAS, **options)
     content, calls, ids = "", [], set()
     for part in [*(reader.feed(piece) for piece in pieces), reader.finish()]:
         content += part.content
@@ -127,6 +132,30 @@ WRITTEN: list[tuple[str, str, str, Calls]] = [
     ("mistral", "[TOOL_CALLS] [5] [", "[TOOL_CALLS] [5] [", []),
     ("mistral", "[TOOL_CALLS] [ ", "[TOOL_CALLS] [ ", []),
     ("mistral", "[TOOL_CALLS]f[AR", "[TOOL_CALLS]f[AR", []),
+    # Qwen3 Coder
+    ("qwen3_coder", "a <tool_call>\n<function=f of", "a <tool_call>\n<function=f of", []),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n\n b\n", "", [("f", '{"a": "\\n b\\n')]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=n>5", "", [("f", '{"n": 5')]),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=a></parameter>so</function></tool_call>",
+        "so</function></tool_call>",
+        [("f", '{"a": ""}')],
+    ),
+    # GLM
+    ("glm45", "<tool_call>f of x", "<tool_call>f of x", []),
+    ("glm45", "<tool_call>f\n<arg_key>a</arg_key><arg_va", "", [("f", "")]),
+    # Granite, Gemma, DeepSeek
+    ("granite", "<|tool_call|>[] So", "<|tool_call|>[] So", []),
+    ("gemma4", '<|tool_call>call:f{a:<|"|>b', "", [("f", '{a:<|"|>b')]),
+    ("gemma4", "<|tool_call>call:f{a b}<tool_call|>", "", [("f", "{a b}")]),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜>f<｜tool▁sep｜>{}", "<｜tool▁calls▁begin｜>f<｜tool▁sep｜>{}", []),
+    # gpt-oss
+    ("openai", "Plain text <|en", "Plain text <|en", []),
+    ("openai", "to", "to", []),
+    ("openai", "<|channel|>final<|message|>a<|end|>b<|return|>", "a\nb", []),
+    ("openai", "<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>fin", "", []),
+    ("openai", " to=functions.f<|channel|>commentary <|constrain|>json<|message|>{", "", [("f", "{")]),
     # demanded calls
     (
         "list",
@@ -147,6 +176,163 @@ def test_an_answer_is_read_the_same_in_any_pieces(
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert read(format, pieces) == (content, calls)
     assert read(format, list(text)) == (content, calls)
+
+
+RECORDED: list[tuple[str, str, str, Calls]] = [
+    (
+        "qwen3_coder",
+        'I look.\n\n<tool_call>\n<function=f>\n<parameter=a>\nif a < "b":\n    🌳\n</parameter>\n<parameter=n>\n3\n'
+        "</parameter>\n<parameter=o>\nNone\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n"
+        "</function>\n</tool_call>",
+        "I look.",
+        [("f", '{"a": "if a < \\"b\\":\\n    🌳", "n": 3, "o": null}'), ("g", "{}")],
+    ),
+    (
+        "glm45",
+        "I look.\n<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>\n</arg_value>\n<arg_key>o</arg_key>\n"
+        '<arg_value>{"b": [1, "2"]}</arg_value>\n</tool_call>\n<tool_call>g\n</tool_call>',
+        "I look.",
+        [("f", '{"a": "\\n", "o": {"b": [1, "2"]}}'), ("g", "{}")],
+    ),
+    # GLM 4.7
+    (
+        "glm45",
+        "<tool_call>f<arg_key>n</arg_key><arg_value>3</arg_value><arg_key>x</arg_key><arg_value>b c</arg_value>"
+        "</tool_call><tool_call>g</tool_call>",
+        "",
+        [("f", '{"n": 3, "x": "b c"}'), ("g", "{}")],
+    ),
+    (
+        "minimax_m2",
+        '\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">5</parameter>\n'
+        '<parameter name="n">5</parameter>\n</invoke>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+        "",
+        [("f", '{"a": "5", "n": 5}'), ("g", "{}")],
+    ),
+    (
+        "deepseek_v3",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": "```"}\n```'
+        "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "",
+        [("f", '{"a": "```"}'), ("g", "{}")],
+    ),
+    (
+        "deepseek_v31",
+        'I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "b"}<｜tool▁call▁end｜>'
+        "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "I look.",
+        [("f", '{"a": "b"}'), ("g", "{}")],
+    ),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+        '{"a": "b"}<|tool_call_end|><|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
+        "<|tool_calls_section_end|>",
+        "",
+        [("f", '{"a": "b"}'), ("g", "{}")],
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:f{a:<|"|>{b: "c"}<|"|>,n:3,o:{x:[1,<|"|>y:<|"|>],z:true}}<tool_call|>'
+        "<|tool_call>call:g{}<tool_call|>",
+        "",
+        [("f", '{"a":"{b: \\"c\\"}","n":3,"o":{"x":[1,"y:"],"z":true}}'), ("g", "{}")],
+    ),
+    (
+        "functiongemma",
+        "<start_function_call>call:f{a:<escape>b<escape>,n:3}<end_function_call>"
+        "<start_function_call>call:g{}<end_function_call>",
+        "",
+        [("f", '{"a":"b","n":3}'), ("g", "{}")],
+    ),
+    (
+        "granite",
+        '<|tool_call|>[{"name": "f", "arguments": {"a": "b"}}, {"name": "g", "arguments": {}}]',
+        "",
+        [("f", '{"a": "b"}'), ("g", "{}")],
+    ),
+    (
+        "openai",
+        "<|channel|>analysis<|message|>Hm: 1 < 2.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
+        '<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "b"}<|end|>'
+        "<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{}",
+        "I look.",
+        [("f", '{"a": "b"}'), ("g", "{}")],
+    ),
+]
+"""Answers as the published templates write them."""
+
+
+@pytest.mark.parametrize(("format", "text", "content", "calls"), RECORDED)
+def test_a_recorded_answer_is_read_whole_and_in_small_pieces(
+    format: str, text: str, content: str, calls: Calls
+) -> None:
+    for size in (len(text), 1, 2, 3, 4, 5):
+        assert read(format, [text[at : at + size] for at in range(0, len(text), size)]) == (content, calls)
+    for cut in range(len(text)):
+        assert read(format, [text[:cut], text[cut:]]) == (content, calls)
+        assert read(format, [text[:cut]]) == read(format, list(text[:cut]))
+    if len(calls) > 1:
+        assert read(format, list(text), most=1) == (content, calls[:1])
+
+
+def test_a_text_is_sent_as_it_is_written() -> None:
+    reader = ToolCallReader("qwen3_coder", schemas=SCHEMAS)
+    pieces = ["<tool_call>\n<function=f>\n<parameter=a>\n", "one\n", 'two "', "\n</para", "meter>\n</function>"]
+    told = ["".join(part.arguments for part in reader.feed(piece).calls) for piece in pieces]
+    assert told == ['{"a": ', '"one', '\\ntwo \\"', "", '"}']
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "5", '"5"'),
+        ({"type": "integer"}, " 5 ", "5"),
+        ({"type": "integer"}, "five", '"five"'),
+        ({"type": "number"}, "5", "5"),
+        ({"type": "number"}, "NaN", '"NaN"'),
+        ({"type": "boolean"}, "True", "true"),
+        ({"type": "object"}, "{'a': None}", '{"a": null}'),
+        ({"type": "array"}, '["a",  1e3]', '["a",  1e3]'),
+        ({"type": ["string", "null"]}, "null", "null"),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "5", "5"),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "[5]", '"[5]"'),
+        ({"enum": ["1", "2"]}, "1", '"1"'),
+        ({"const": 1}, "1", "1"),
+        ({}, "[5]", "[5]"),
+        ({}, "a b", '"a b"'),
+        ({"type": 5, "enum": 5, "anyOf": 5}, "[" * 100_000, json.dumps("[" * 100_000)),
+        (None, "(1, 2)", '"(1, 2)"'),
+    ],
+)
+def test_an_argument_has_the_type_of_its_schema(schema: Any, text: str, value: str) -> None:
+    assert json_of(text, types_of(schema)) == value
+
+
+def test_every_format_can_be_named_by_a_flag() -> None:
+    for name, known in (("tool_call_parser", {"auto", *FORMATS}), ("reasoning_parser", {"auto", "none", *MARKS})):
+        setting = settings_of(EngineSettings)[name]
+        assert set(get_args(setting.kinds[0])) == known and set(setting.flag.vllm_values.values()) <= known
+
+
+PARTS = [*'<>{}[]":,=\n x5', "tool_call", "function=f", "parameter=a", "</parameter>", "</function>", "</tool_call>"]
+PARTS += ["<tool_call>", "f<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "call:f{", '<|"|>', "<|tool_call|>"]
+PARTS += ["<|channel|>", "final<|message|>", "<|end|>", "<|start|>", "to=f", "<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"]
+PARTS += [
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+    "```json\n",
+    "<invoke name=",
+    "TOOL_CALLS",
+]
+
+
+@given(parts=st.lists(st.sampled_from(PARTS), max_size=20))
+@pytest.mark.parametrize("format", FORMATS)
+def test_any_marks_are_read_to_their_end(format: str, parts: list[str]) -> None:
+    text = "".join(parts)
+    assert read(format, list(text)) == read(format, [text])
 
 
 @given(text=st.text(st.sampled_from('<tool_call>{}[]":,\\ /nameargumts5[TOOL_CALLS]|;\n'), max_size=60))
@@ -205,10 +391,27 @@ def test_mistrals_call_ids_have_the_length_that_its_templates_demand() -> None:
         (
             "{{ tools }}in this format:\n<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n"
             "<arg_value>{arg-value-1}</arg_value>\n...\n</tool_call>{{ '<tool_call>' + tc[\"name\"] }}",
-            None,
+            "glm45",
         ),
         # Qwen3 Coder
-        ("{{ tools }}<tool_call>\n<function=example_function_name>\n<parameter=example>\n1\n", None),
+        ("{{ tools }}<tool_call>\n<function=example_function_name>\n<parameter=example>\n1\n", "qwen3_coder"),
+        (
+            r"{{- 'in this format:\n<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>' }}",
+            "qwen3_coder",
+        ),
+        ('{%- set begin = "<minimax:tool_call>" -%}<invoke name="tool-name-1">', "minimax_m2"),
+        # DeepSeek R1 and V3, then V3.1
+        (
+            "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + "
+            "tool['function']['name'] + '\\n' + '```json' + '\\n' + tool['function']['arguments']}}",
+            "deepseek_v3",
+        ),
+        ("{{'<｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>' + arguments}}", "deepseek_v31"),
+        ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ arguments }}", "kimi_k2"),
+        ("{{- '<|tool_call>call:' + function['name'] + '{' -}}", "gemma4"),
+        ("{{ '<start_function_call>call:' + function['name'] }}", "functiongemma"),
+        ("write <|tool_call|> followed by a JSON list of tools used", "granite"),
+        ("{{ '<|start|>assistant to=functions.' + name + '<|channel|>commentary json<|message|>' }}", "openai"),
         # Functionary
         ('{{ tools }}<function=example_function_name>{"example_name": "example_value"}</function><|python_tag|>', None),
         # a description of the tools
@@ -603,14 +806,14 @@ def test_tools_beside_a_format_are_accepted_if_none_is_called_or_calls_are_deman
         assert matches(service.engine.submitted[-1].sampling.constraints.grammar, right, tokenizer.path)
 
 
-GLM = "<tool_call>order\n<arg_key>what</arg_key>\n<arg_value>tea</arg_value>\n</tool_call>"
+UNKNOWN = '<function=order>{"what": "tea"}</function>'
 
 
 def test_calls_in_a_format_that_is_unknown_stay_text_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokenizer = Tokenizer(str(copied_tokenizer(tmp_path, "{{ messages[0]['content'] }}{{ tools }}" + GLM)))
-    text = [GLM]
+    tokenizer = Tokenizer(str(copied_tokenizer(tmp_path, "{{ messages[0]['content'] }}{{ tools }}" + UNKNOWN)))
+    text = [UNKNOWN]
 
     def script(submit: Submit) -> list[list[int]]:
         return [tokenizer.encode(text[0], add_special_tokens=False), [0]]
@@ -621,9 +824,13 @@ def test_calls_in_a_format_that_is_unknown_stay_text_and_the_log_says_so(
         for asked in ({}, {"tool_choice": "auto"}):
             body = {"messages": [HI], "tools": TOOLS, **asked}
             choice = http.post(CHAT, json=body).raise_for_status().json()["choices"][0]
-            assert choice["message"]["content"] == GLM and "tool_calls" not in choice["message"]
+            assert choice["message"]["content"] == UNKNOWN and "tool_calls" not in choice["message"]
             streamed = assembled(stream(http, CHAT, **body)[:-1])
-            assert (streamed["content"], choice["finish_reason"], streamed["finish_reason"]) == (GLM, "stop", "stop")
+            assert (streamed["content"], choice["finish_reason"], streamed["finish_reason"]) == (
+                UNKNOWN,
+                "stop",
+                "stop",
+            )
         text[0] = '[{"name": "stop", "parameters": {}}]'
         [call] = http.post(CHAT, json={**body, "tool_choice": "required"}).json()["choices"][0]["message"]["tool_calls"]
         assert call["function"] == {"name": "stop", "arguments": "{}"}
