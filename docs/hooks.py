@@ -213,8 +213,9 @@ def models() -> str:
         "# Models",
         "The tests compare the logits of each of these with transformers: prompts, trees and chunks, on one rank and "
         "on two (`tests/workers/models`). All of them are drafted for, since EAGLE-3 heads, draft models and n-gram "
-        "lookup need nothing of the architecture, and all but hybrids (Qwen3.5) draft. Others that transformers can "
-        "split between ranks load, too, and are untested. [Models](../guides/models.md) has formats and exceptions, "
+        "lookup need nothing of the architecture, and all but hybrids (Qwen3.5) draft. Others whose attention "
+        "transformers lets us replace load, too, and are untested; those without a tensor-parallel plan in "
+        "transformers on one rank. [Models](../guides/models.md) has formats and exceptions, "
         "[limits](../guides/limits.md) what is missing.",
         "\n".join(rows),
     ]

@@ -138,8 +138,9 @@ class TransformersSpec(ModelSpec):
     """A model that runs in transformers' own class."""
 
     class_name: str
-    tp_plan: tuple[tuple[str, str], ...]  # name pattern within the base model -> style
-    attention_name: str  # the first layer's attention, relative to the base model
+    tp_plan: tuple[tuple[str, str], ...]  # name pattern within the base model -> style; empty: one rank only
+    layers_name: str  # the list of layers, relative to the base model
+    attention_name: str  # the first layer's attention, likewise
     has_experts: bool  # all experts of a layer in one parameter
     copies_from_host: bool  # a forward pass creates tensors from host values
     has_taps: bool  # layers pass on one residual stream [1, N, D], which EAGLE-3 can read

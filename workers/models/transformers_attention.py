@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +25,19 @@ class AttentionStep(NamedTuple):
     windows: tuple[int | None, ...]  # per layer
 
 
+_step: ContextVar[AttentionStep] = ContextVar("_step")
+
+
+@contextmanager
+def attending(step: AttentionStep) -> Iterator[None]:
+    """Set the arguments of one forward pass. Some classes do not hand arguments of it on to their attention."""
+    token = _step.set(step)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
 def register() -> str:
     """Register the function with transformers. Without a mask function, classes build no mask."""
     from transformers import AttentionInterface
@@ -37,7 +53,6 @@ def _attend(
     value: Tensor,
     attention_mask: object,
     *,
-    secateur_step: AttentionStep,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -48,7 +63,7 @@ def _attend(
     `workers.models.transformers_spec` has checked that the arguments in `_` have no effect.
     """
     layer: int = module.layer_idx
-    plan, kv, kernels, windows = secateur_step
+    plan, kv, kernels, windows = _step.get()
     num_heads, num_rows, d = query.shape[1:]
     kv.write(layer, torch.stack((key[0], value[0])).permute(2, 0, 1, 3), plan.write_slots_N)
     q_NHd = query[0].transpose(0, 1)

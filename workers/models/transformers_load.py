@@ -235,7 +235,8 @@ def _sources(model: Any, weights: Weights, *, is_composite: bool) -> tuple[dict[
             text_name(stored) if is_composite else stored, renamings, converters, model.base_model_prefix, targets
         )
         is_foreign = is_composite and name not in targets and "language_model" not in stored
-        if is_legacy(stored) or is_foreign or any(re.search(rule, name) for rule in patterns):
+        is_unread = name not in targets and any(re.search(rule, name) for rule in patterns)
+        if is_legacy(stored) or is_foreign or is_unread:
             ignored.add(stored)
         else:
             found.setdefault(name, {}).setdefault(pattern, []).append(stored)

@@ -26,7 +26,7 @@ from workers.models.base import BaseDecoder
 from workers.models.config_json import read_json
 from workers.models.layers import RankWeights
 from workers.models.specs import TransformersSpec
-from workers.models.transformers_attention import AttentionStep, register
+from workers.models.transformers_attention import AttentionStep, attending, register
 from workers.models.transformers_load import Shares, fill, skeleton
 from workers.models.transformers_spec import TESTED, model_config
 from workers.types import Hidden
@@ -90,9 +90,8 @@ class TransformersDecoder(BaseDecoder):
         """See `BaseDecoder.forward`."""
         step = AttentionStep(plan, kv, self.kernels, self.spec.windows)
         # The class sees one long sequence; only attention distinguishes the requests.
-        output = self._base(
-            input_ids=tokens_N[None].long(), position_ids=positions_N[None].long(), use_cache=False, secateur_step=step
-        )
+        with attending(step):
+            output = self._base(input_ids=tokens_N[None].long(), position_ids=positions_N[None].long(), use_cache=False)
         taps_N3D = torch.cat([self._captured[tap] for tap in self.tap_layers], dim=-1) if self.tap_layers else None
         self._captured.clear()
         return Hidden(output.last_hidden_state[0], taps_N3D)
@@ -123,11 +122,12 @@ class TransformersDecoder(BaseDecoder):
             last = output if isinstance(output, Tensor) else output[0]
             self._captured[self.spec.num_layers] = last[0]
 
+        layers = self._base.get_submodule(self.spec.layers_name)
         for tap in set(self.tap_layers):  # in small models, taps may coincide
             if tap < self.spec.num_layers:
-                self._base.layers[tap].register_forward_pre_hook(before(tap), with_kwargs=True)
+                layers[tap].register_forward_pre_hook(before(tap), with_kwargs=True)
             else:
-                self._base.layers[-1].register_forward_hook(after)
+                layers[-1].register_forward_hook(after)
 
 
 class _GivenHidden(nn.Module):
@@ -135,7 +135,21 @@ class _GivenHidden(nn.Module):
 
     value: Tensor
 
-    def forward(self, *_: Any, **__: Any) -> SimpleNamespace:
+    @property
+    def decoder(self) -> _GivenHidden:
+        """Return itself: OPT's head calls this part of its base model."""
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> _BaseOutput:
         """Return the given hidden states as the base model's output."""
-        nothing = dict.fromkeys(("past_key_values", "hidden_states", "attentions", "router_logits"))
-        return SimpleNamespace(last_hidden_state=self.value, **nothing)
+        nothing = dict.fromkeys(("past_key_values", "hidden_states", "attentions", "cross_attentions", "router_logits"))
+        return _BaseOutput(last_hidden_state=self.value, **nothing)
+
+
+class _BaseOutput(SimpleNamespace):
+    """A base model's output, whose first item some heads read by its index."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        assert index == 0
+        value: Tensor = self.last_hidden_state
+        return value

@@ -9,7 +9,9 @@ This module only uses parts of transformers that are the same in 5.17 and 5.23.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,17 +38,18 @@ WHOLE_STYLES = {
 
 TESTED = frozenset(
     """
-    afmoe apertus arcee aria_text beam cohere cohere2 cohere2_moe cwm dots1 ernie4_5 ernie4_5_moe exaone4
-    exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe gpt_neox granite
-    granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_moe hy_v3 hyperclovax internlm3
-    iquestcoder jais2 kolibri1 laguna mellum minimax_m2 ministral3 mixtral nanochat olmo olmo2 olmo3 olmoe phi
-    phi3 phimoe qwen2_moe qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma
+    afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 cohere2_moe cwm dots1 ernie4_5 ernie4_5_moe
+    exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe gpt2 gpt_bigcode
+    gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium
+    hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna mellum minimax_m2 ministral3
+    mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2_moe
+    qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
     """.split()
 )
 """Model types whose logits tests/workers/models/test_architectures.py compares with transformers."""
 
-_GENERATING = ("ForCausalLM", "ForConditionalGeneration")
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_GENERATING = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 _HANDLED = {"sliding_window", "softcap", "s_aux", "position_ids", "cache_position"}
 _PROBE = "secateur_probe"
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -57,14 +60,15 @@ def read_transformers_spec(path: Path, raw: dict[str, Any]) -> TransformersSpec:
     """Read the model that a folder's config.json (`raw`) describes.
 
     Raises:
-        ValueError: the architecture has no tensor-parallel plan in transformers, or its class needs a feature that our
-            attention does not support; the message names it.
+        ValueError: the class needs a feature that our attention does not support, or its tensor-parallel plan one that
+            we do not; the message names it.
+
+    Returns:
+        TransformersSpec: for one rank only if the class has no tensor-parallel plan.
     """
     found = (raw.get("architectures") or [raw.get("model_type")])[0]
     config = model_config(path, found)
     plan = dict(getattr(config, "base_model_tp_plan", None) or {})
-    if not plan:
-        raise _refusal(found, "its class in transformers has no tensor-parallel plan (base_model_tp_plan)", path)
     for pattern, style in plan.items():
         if style == "mla_kv_a_proj":
             raise _refusal(found, f"multi-head latent attention ({pattern}) is not implemented", path)
@@ -97,8 +101,7 @@ def model_config(path: Path | str, found: object) -> Any:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True)
     except Exception as error:  # transformers' validation raises various types, even KeyError
-        reason = " ".join(str(error).split())[:200]
-        raise _refusal(found, f"transformers cannot read its config.json: {reason}", Path(path)) from error
+        raise _refusal(found, f"transformers cannot read its config.json: {_short(error)}", Path(path)) from error
 
 
 def build(config: Any, attention: str, dtype: torch.dtype, max_model_len: int | None = None) -> Any:
@@ -172,12 +175,16 @@ class _Observed:
     """The result of probing a model class."""
 
     calls: tuple[_Call, ...]  # by layer
+    layers_name: str
     attention_name: str
     class_name: str
     tie_embeddings: bool
     has_experts: bool
     copies_from_host: bool
     hidden_dims: int  # dimensions of the layers' input
+
+
+_calls: ContextVar[list[_Call]] = ContextVar("_calls")
 
 
 class _Unsupported(ValueError):
@@ -195,25 +202,30 @@ def _observe(config: Any) -> _Observed:
     with torch.device("meta"):
         try:
             model = build(config, _PROBE, torch.float32)
+        except KeyError as error:
+            what = "its attention is not one that can be replaced" if _PROBE in str(error) else f"it lacks {error}"
+            raise _Unsupported(what) from error
         except Exception as error:
-            raise _Unsupported(f"transformers cannot build it: {error}") from error
+            raise _Unsupported(f"transformers cannot build it: {_short(error)}") from error
     base = model.base_model
     calls: list[_Call] = []
     dims: list[int] = []
-    base.get_submodule("layers.0").register_forward_pre_hook(
+    layers_name = _layers_name(base, config.num_hidden_layers)
+    base.get_submodule(f"{layers_name}.0").register_forward_pre_hook(
         lambda _, inputs, named: dims.append((inputs[0] if inputs else named["hidden_states"]).dim()), with_kwargs=True
     )
     two = torch.zeros(1, 2, dtype=torch.long, device="meta")
     inputs = {"input_ids": two, "position_ids": two, "attention_mask": torch.ones_like(two), "use_cache": False}
     copies = _HostCopies()
     try:
-        with torch.no_grad(), copies:
-            base(**inputs, secateur_probe=calls)
+        with torch.no_grad(), copies, _probing(calls):
+            base(**inputs)
     except _Unsupported:
         raise
     except Exception as error:
         raise _Unsupported(
-            f"its forward pass needs more than attention over cached keys and values ({type(error).__name__}: {error})"
+            "its forward pass needs more than attention over cached keys and values "
+            f"({type(error).__name__}: {_short(error)})"
         ) from error
     calls.sort(key=lambda call: call.layer)
     _check(config, base, calls)
@@ -221,6 +233,7 @@ def _observe(config: Any) -> _Observed:
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     return _Observed(
         calls=tuple(calls),
+        layers_name=layers_name,
         attention_name=names[calls[0].module],
         class_name=type(model).__name__,
         tie_embeddings=tied,
@@ -231,11 +244,16 @@ def _observe(config: Any) -> _Observed:
 
 
 class _HostCopies(TorchFunctionMode):
-    """Detects tensors that are created on the host and moved to the model, which a CUDA graph cannot capture."""
+    """Detects tensors that are created on the host and moved to the model, which a CUDA graph cannot capture.
+
+    Hybrid classes ask whether the probe's mask hides anything, which meta tensors cannot tell: it hides nothing.
+    """
 
     is_any = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.all and args[0].is_meta:
+            return True
         made = function(*args, **(kwargs or {}))
         if isinstance(made, Tensor) and made.is_meta:
             is_moved = function is Tensor.to and not args[0].is_meta
@@ -243,10 +261,33 @@ class _HostCopies(TorchFunctionMode):
         return made
 
 
+@contextmanager
+def _probing(calls: list[_Call]) -> Iterator[None]:
+    """Let `_record` add to `calls`. Some classes do not hand arguments of a forward pass on to their attention."""
+    token = _calls.set(calls)
+    try:
+        yield
+    finally:
+        _calls.reset(token)
+
+
+def _layers_name(base: nn.Module, num_layers: int) -> str:
+    """Return the name of the list of layers within a base model. Raises _Unsupported."""
+    for name, module in base.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return name
+    raise _Unsupported(f"it has no list of {num_layers} layers")
+
+
+def _short(error: Exception) -> str:
+    """Return the beginning of an error's message: transformers' may list all classes that it has."""
+    return " ".join(str(error).split())[:200]
+
+
 def _check(config: Any, base: nn.Module, calls: list[_Call]) -> None:
     """Check that every layer attends exactly once, with equal shapes, and that nothing else mixes tokens."""
     layers = [call.layer for call in calls]
-    if layers != list(range(config.num_hidden_layers)) or len(getattr(base, "layers", ())) != len(layers):
+    if layers != list(range(config.num_hidden_layers)):
         raise _Unsupported(f"{len(set(layers))} of its {config.num_hidden_layers} layers attend, some not just once")
     shapes = {(call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}
     if len(shapes) > 1:
@@ -260,9 +301,6 @@ def _record(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **arguments: Any
 ) -> tuple[Tensor, None]:
     """Record a call of the attention function ([1, H, n, d] each). Raises _Unsupported."""
-    calls: list[_Call] | None = arguments.pop("secateur_probe", None)
-    if calls is None:
-        raise _Unsupported("attention that does not hand on the arguments of a step is not implemented")
     for name in ("scaling", "dropout"):
         arguments.pop(name, None)
     given = {name for name, argument in arguments.items() if argument is not None and argument is not False}
@@ -274,7 +312,7 @@ def _record(
         raise _Unsupported("attention that looks ahead is not implemented")
     if not isinstance(attention_mask, _Window) or not isinstance(getattr(module, "layer_idx", None), int):
         raise _Unsupported("attention that does not say its layer and mask is not implemented")
-    calls.append(
+    _calls.get().append(
         _Call(
             layer=module.layer_idx,
             num_heads=query.shape[1],
@@ -333,11 +371,12 @@ def _spec(config: Any, plan: dict[str, str], observed: _Observed, raw: dict[str,
         max_scaled_positions=positions.most,
         dtype=_dtype(raw),
         # Gemma-3n thresholds activations by their mean over the full inner width, of which a rank has a part.
-        can_split=not any(getattr(config, "activation_sparsity_pattern", None) or ()),
+        can_split=bool(plan) and not any(getattr(config, "activation_sparsity_pattern", None) or ()),
         eos_token_ids=eos_ids(raw, raw.get("text_config") or {}, read_json(path / "generation_config.json")),
         expert_share=_expert_share(config),
         class_name=observed.class_name,
         tp_plan=tuple(plan.items()),
+        layers_name=observed.layers_name,
         attention_name=observed.attention_name,
         has_experts=observed.has_experts,
         copies_from_host=observed.copies_from_host,
@@ -363,5 +402,5 @@ def _dtype(raw: dict[str, Any]) -> str:
 def _refusal(found: object, reason: str, path: Path) -> ValueError:
     return ValueError(
         f"{path}: architecture {found!r} is not supported: {reason}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}, "
-        "and what transformers can split between ranks"
+        "and classes of transformers whose attention can be replaced"
     )

@@ -43,13 +43,13 @@ torch.set_num_threads(1)
 def has_plan(model_type: str) -> bool:
     """Older versions of transformers lack some architectures, or their plans, or stack Aria's experts differently."""
     plan = getattr(CONFIG_MAPPING[model_type], "base_model_tp_plan", None) if model_type in CONFIG_MAPPING else None
-    return bool(plan) and (model_type != "aria_text" or "packed_rowwise" in plan.values())
+    return model_type in CONFIG_MAPPING and (model_type != "aria_text" or "packed_rowwise" in (plan or {}).values())
 
 
 KNOWN = {name: entry for name, entry in checkpoints.ARCHITECTURES.items() if has_plan(entry[0])}
 
 SPLIT = [
-    "aria", "cohere (norms of heads)", "ernie-4.5-moe", "gemma", "gemma-2", "glm-4", "gpt-neox", "granite-moe",
+    "aria", "cohere (norms of heads)", "ernie-4.5-moe", "gemma", "gemma-2", "glm-4", "gpt-neox", "granite-moe", "nemotron",
     "granite-swa (sinks)", "mixtral", "olmo-2", "olmoe", "phi", "phi-3", "qwen2-moe", "qwen3-moe",
 ]  # fmt: skip
 """At least one for each way in which plans split. All of KNOWN pass, in minutes on a busy machine."""
@@ -81,6 +81,12 @@ def assert_close(actual: Tensor, expected: Tensor, scale: float | Tensor) -> Non
     """Compare within 1e-4 of the standard deviation, because models scale logits and features by 0.1 to 20."""
     assert actual.shape == expected.shape
     assert (actual - expected).abs().max() < 1e-4 * scale
+
+
+def test_a_class_without_a_plan_runs_on_one_rank_only(folder: Path) -> None:
+    check_parallel(read_spec(folder / "opt"), 1)
+    with pytest.raises(ValueError, match="tensor_parallel_size 2 does not fit a opt model: it runs on one rank only"):
+        check_parallel(read_spec(folder / "opt"), 2)
 
 
 def test_the_architectures_called_tested_are_those_below() -> None:
@@ -228,18 +234,15 @@ def test_a_tied_model_uses_a_stored_head_that_is_not_its_embedding(tmp_path: Pat
 @pytest.mark.parametrize(
     ("model_type", "config", "message"),
     [
-        ("gpt2", {}, "'GPT2LMHeadModel'.*no tensor-parallel plan"),
+        ("gptj", {}, "'GPTJForCausalLM'.*its attention is not one that can be replaced"),
+        ("bloom", {}, "'BloomForCausalLM'.*needs more than attention"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, "layers of type conv"),
         ("qwen3_next", {}, "'Qwen3NextForCausalLM'.*layers of type linear_attention"),
         ("llama4_text", {}, "'Llama4ForCausalLM'.*layers of type chunked_attention"),
         ("deepseek_v3", {}, "'DeepseekV3ForCausalLM'.*keys of 192 and values of 128.*latent attention"),
         ("minicpm3", {}, "'MiniCPM3ForCausalLM'.*latent attention .layers.*kv_a_proj"),
         ("longcat_flash", {}, "'LongcatFlashForCausalLM'.*(latent attention|moe_identity_expert)"),
         ("gemma4_text", {}, "'Gemma4ForCausalLM'.*layers of different"),
-        (
-            "nemotron",
-            {"head_dim": 8, "num_key_value_heads": 8},
-            "'NemotronForCausalLM'.*(does not hand on|no tensor-parallel plan)",
-        ),
         ("gemma3_text", {"use_bidirectional_attention": True}, "'Gemma3ForCausalLM'.*(looks ahead|neither causal)"),
     ],
 )
