@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cluster.errors import HttpError, body_at
-from cluster.openai.direct import offered
+from cluster.openai.direct import EXTENSION, DirectWriter
 from secateur.responses import ErrorResponse
 
 MAX_BODY_BYTES = 16 << 20
@@ -143,7 +143,7 @@ class LimitedProtocol(HttpToolsProtocol):
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:  # not an upgrade
-            self.scope["extensions"] = offered(self.cycle, self.loop)
+            self.scope["extensions"] = {EXTENSION: DirectWriter(self.cycle, self.loop)}
         self._expect("body")
 
     def on_body(self, body: bytes) -> None:

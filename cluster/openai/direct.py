@@ -12,14 +12,19 @@ from typing import Any
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-_EXTENSION = "secateur.direct"
+EXTENSION = "secateur.direct"
+"""In a request's scope, the writer of its response."""
 
 
 class DirectWriter:
     """Writes parts of one chunked response between its start and its end, which go through `send`."""
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+    def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
+        self._cycle, self.loop = cycle, loop
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Become None in another process: Serve's proxy sends a request's scope to a replica."""
+        return type(None), ()
 
     @property
     def is_open(self) -> bool:
@@ -33,12 +38,7 @@ class DirectWriter:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
-def offered(cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> dict[str, Any]:
-    """Return the extension of a request's scope in which `direct_writer` finds the writer of its response."""
-    return {_EXTENSION: (DirectWriter(cycle), loop)}
-
-
 def direct_writer(scope: Scope) -> DirectWriter | None:
     """Return the writer of a response; None where the server is another one, or runs in another loop."""
-    writer, loop = scope.get("extensions", {}).get(_EXTENSION, (None, None))
-    return writer if loop is asyncio.get_running_loop() else None
+    writer: DirectWriter | None = scope.get("extensions", {}).get(EXTENSION)
+    return writer if writer is not None and writer.loop is asyncio.get_running_loop() else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -14,6 +15,7 @@ import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletionChunk
 
+from cluster.openai.direct import EXTENSION, DirectWriter, direct_writer
 from cluster.openai.streaming import EventStream
 from cluster.text.tokenizer import Tokenizer
 from secateur import AsyncClient, Client
@@ -146,6 +148,12 @@ def test_statistics_end_a_stream(http: httpx2.Client) -> None:
     *_, last, done = stream(http, "/v1/completions", prompt="a", return_speculative_stats=True)
     assert last["speculative"]["num_drafts"] == 2
     assert done == "[DONE]"
+
+
+def test_serves_proxy_can_send_a_scope_to_its_replica() -> None:
+    writer: Any = DirectWriter(object(), object())  # type: ignore[arg-type]
+    scope = pickle.loads(pickle.dumps({"extensions": {EXTENSION: writer}}))
+    assert scope == {"extensions": {EXTENSION: None}} and direct_writer(scope) is None
 
 
 # Clients
