@@ -476,7 +476,7 @@ class Bench:
         assert len(holders) + self.num_free == self._allocator.num_pages - 1
         assert not any(request.pages or request.seat for request in self.engine._waiting)
         seats = [request.seat for request in running]
-        assert sorted(seats + self.engine._free_seats) == list(range(1, 1 + self.engine._limits.max_num_seqs))
+        assert sorted(seats + self.engine._free_seats) == list(range(1, 1 + self.engine._config.max_num_seqs))
         written = [page for request in running for page in request.pages[self._first_written(request) :]]
         assert len(set(written)) == len(written), "two requests write one page"
         if (waiting := self.target.state_pool) is not None:
