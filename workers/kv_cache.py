@@ -109,11 +109,11 @@ class StatePool:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        shape, own = (num_layers, 1 + num_seats), {"dtype": dtype, "device": device}
+        shape = (num_layers, 1 + num_seats)
         self.states = torch.zeros(*shape, *state_shape, dtype=torch.float32, device=device)
-        self.inputs = torch.zeros(*shape, 3, num_channels, **own)
+        self.inputs = torch.zeros(*shape, 3, num_channels, dtype=dtype, device=device)
         self._widths = [num_channels, 2 * state_shape[0]]
-        self._stash = torch.zeros(num_layers, num_tree_rows, sum(self._widths), **own)
+        self._stash = torch.zeros(num_layers, num_tree_rows, sum(self._widths), dtype=dtype, device=device)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return views of one layer's states and inputs."""
