@@ -58,9 +58,10 @@ def errors(*statuses: int, model: type[ErrorResponse | MessagesError] = ErrorRes
     return declared
 
 
-WITH_BODY = errors(400, 404, 413, 429, 500, 503)
+_OF_BODIES = (400, 404, 413, 429, 500, 503)
+WITH_BODY = errors(*_OF_BODIES)
 """Errors of the routes that take a body."""
-WITH_BODY_OF_MESSAGES = errors(*WITH_BODY, model=MessagesError)
+WITH_BODY_OF_MESSAGES = errors(*_OF_BODIES, model=MessagesError)
 """The same in Anthropic's form."""
 
 

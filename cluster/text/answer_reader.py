@@ -153,7 +153,8 @@ class AnswerReaders:
 
     def of(self, body: ChatCompletionRequest, prompt: Sequence[int]) -> Callable[[], AnswerReader] | None:
         """Return what makes the reader of each of a chat's answers; None if they are content alone."""
-        marks, new_calls = self._marks, reader_of_calls(body, self._call_format)
+        marks = self._marks
+        new_calls: Callable[[], ToolCallReader | HarmonyReader] | None = reader_of_calls(body, self._call_format)
         if self._call_format == HARMONY and body.structure is None:  # it has messages for reasoning and content, too
             most = 0 if body.calls == "none" else None if body.parallel_tool_calls else 1
             marks, new_calls = None, partial(HarmonyReader, most=most)

@@ -374,8 +374,8 @@ class ToolCallReader:
             self._add_arguments(self._value_json(value.removesuffix(break_)) + '"' * self._is_begun)
             self._state = self._read_argument
             return behind
-        if self._types == {"string"}:
-            held = max(longest_overlap(text, end), longest_overlap(text, break_ + end))
+        held = max(longest_overlap(text, end), longest_overlap(text, break_ + end))
+        if self._types == {"string"} and held < len(text):
             self._add_arguments('"' * (not self._is_begun) + self._value_json(text[: len(text) - held], is_part=True))
             self._is_begun, self._rest = True, text[len(text) - held :]
         return None

@@ -142,6 +142,12 @@ WRITTEN: list[tuple[str, str, str, Calls]] = [
         "so</function></tool_call>",
         [("f", '{"a": ""}')],
     ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=a>\n</para\n\n</parameter></function>",
+        "",
+        [("f", '{"a": "</para\\n"}')],
+    ),
     # GLM
     ("glm45", "<tool_call>f of x", "<tool_call>f of x", []),
     ("glm45", "<tool_call>f\n<arg_key>a</arg_key><arg_va", "", [("f", "")]),
