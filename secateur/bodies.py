@@ -157,3 +157,5 @@ class Structure(NamedTuple):
     """Between the tokens of JSON: any, none, or a space behind each comma and colon."""
     closes_objects: bool = True
     """Objects have no properties that the schema does not name, where it says nothing of them."""
+    thought: tuple[str, str] | None = None
+    """The marks around reasoning before it (`workers.sampling.grammar.Thought`); None = it begins at once."""

@@ -344,7 +344,7 @@ class Service:
         grammar = ""
         if (structure := body.structure) is not None:
             grammar = await self.tokenizer_pool.grammar(
-                structure._replace(closes_objects=body.closes_objects),
+                structure._replace(closes_objects=body.closes_objects, thought=self.answers.thought(body, prompts[0])),
                 end_token_ids=self.config.eos_token_ids,
                 vocab_size=limits.vocab_size,
             )

@@ -25,6 +25,7 @@ from cluster.text.tool_calls import (
     reader_of_calls,
 )
 from secateur.requests import ChatCompletionRequest, SamplingRequest
+from workers.sampling.grammar import Thought
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,8 @@ class AnswerReader:
             parts += [TextPart(each.reasoning, each.start, is_reasoning=True) for each in thoughts if each.reasoning]
             answer = "".join(each.answer for each in thoughts)
         self._num_answer += len(answer)
+        if self._reasoning is not None and not self._num_answer:
+            return parts  # a call that is demanded by name begins behind the reasoning
         if self._calls is None:
             return [*parts, TextPart(answer, self._num_read - len(answer))] if answer else parts
         start = self._num_read - self._num_answer  # of what the calls' reader gets
@@ -184,11 +187,26 @@ class AnswerReaders:
         may_call = body.calls == "auto" and shows_special_tokens(self._call_format)
         return may_call or (self._marks is not None and self._marks.are_special)
 
+    def thought(self, body: SamplingRequest, prompt: Sequence[int]) -> Thought | None:
+        """Return the marks around the reasoning that a structured answer may begin with; None = there is none.
+
+        A prompt that ends with the closing mark has switched reasoning off. gpt-oss's structures begin at once.
+        """
+        if self._marks is None or self._call_format == HARMONY or not isinstance(body, ChatCompletionRequest):
+            return None
+        if body.continue_final_message or self._end_of(body, prompt).endswith(self._marks.closing):
+            return None
+        return Thought("" if self._begins_inside(body, prompt) else self._marks.opening, self._marks.closing)
+
     def _begins_inside(self, body: ChatCompletionRequest, prompt: Sequence[int]) -> bool:
-        """Return whether the answer begins with reasoning. A structured output leaves no room for it."""
-        if self._marks is None or body.structure is not None:
+        """Return whether the answer begins with reasoning. One that continues a message with a structure does not."""
+        if self._marks is None or (body.structure is not None and body.continue_final_message):
             return False
+        return ends_inside(self._end_of(body, prompt), self._marks)
+
+    def _end_of(self, body: ChatCompletionRequest, prompt: Sequence[int]) -> str:
+        """Return the end of a prompt, before what it has of the answer and without space behind it."""
         begun = body.begun_text.strip()
         end = prompt[-_END_TOKENS - len(begun.encode()) :]  # a token has at least a byte
         text = self._tokenizer.decode(end, skip_special_tokens=False).rstrip()
-        return ends_inside(text.removesuffix(begun), self._marks)
+        return text.removesuffix(begun).rstrip()

@@ -31,7 +31,7 @@ from cluster.errors import PromptError
 from cluster.system.fork_server import serve
 from cluster.text.tokenizer import Conversation, TextLimit, Tokenizer
 from secateur.bodies import Structure
-from workers.sampling.grammar import ONE_OF, GrammarError, TokenTable, grammar_text
+from workers.sampling.grammar import ONE_OF, GrammarError, Thought, TokenTable, grammar_text
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +145,9 @@ def _compiled(asked: Structure, table: TokenTable) -> str:
         except GrammarError as error:
             if str(error) == ONE_OF:
                 raise
+    if asked.thought is not None:
+        grammar = table.behind(Thought(*asked.thought), grammar)
+        table.compile(grammar)
     return grammar
 
 

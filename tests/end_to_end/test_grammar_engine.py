@@ -28,7 +28,7 @@ from workers.comm.ipc import Speculation, Submit, TokenChunk
 from workers.config import AcceptanceConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.models.load import load_decoder
 from workers.models.readers import read_spec
-from workers.sampling.grammar import Grammars, TokenTable, grammar_text
+from workers.sampling.grammar import Grammars, Thought, TokenTable, grammar_text
 from workers.sampling.logits_state import unpack_logits_states
 from workers.sampling.sampler import draw
 from workers.settings import Constraints, SamplingSettings
@@ -53,6 +53,7 @@ GRAMMARS: dict[str, tuple[str, Any, Callable[[str], object]]] = {
     "answer": ("json", ANSWER, lambda text: jsonschema.validate(json.loads(text), ANSWER)),
     "regex": ("regex", r"[A-Z][a-z]{2,9}( [0-9]{1,4}){0,2}", lambda text: _must(GRAMMARS["regex"][1], text)),
     "choice": ("choice", ["yes", "yes, but", "no"], lambda text: ["yes", "yes, but", "no"].index(text)),
+    "thought": ("choice", ["yes", "no"], lambda text: _must(r"[^\n]*\n{1,3}(yes|no)", text)),
     "grammar": ("grammar", 'start: sum\nsum: N ("+" N){0,4}\nN: /[0-9]{1,3}/', lambda text: _must(r"[0-9+]+", text)),
 }
 
@@ -79,7 +80,10 @@ def table() -> llguidance.LLTokenizer:
 @cache
 def grammar(name: str) -> str:
     kind, source, _ = GRAMMARS[name]
-    return grammar_text(kind, source, whitespace="none")  # type: ignore[arg-type]
+    text = grammar_text(kind, source, whitespace="none")  # type: ignore[arg-type]
+    return (
+        TokenTable(str(BUNDLED / "target"), 2048, ENDS).behind(Thought("", "\n"), text) if name == "thought" else text
+    )
 
 
 def draft_model(head: object, kv: object, page_size: int, tree_rows: int) -> Proposer:
@@ -162,8 +166,9 @@ def check(asked: list[Submit], chunks: dict[int, list[TokenChunk]]) -> None:
     for submit in asked:
         name = name_of.get(submit.sampling.constraints.grammar)
         last = chunks[submit.id][-1]
-        assert last.finish_reason == ("length" if name is None else "stop"), (name, last)
-        if name is not None:
+        may_be_cut = name is None or (name == "thought" and not submit.sampling.temperature)  # the model goes round
+        assert last.finish_reason == "stop" or (may_be_cut and last.finish_reason == "length"), (name, last)
+        if name is not None and last.finish_reason == "stop":
             tokens = tokens_of(chunks)[submit.id]
             assert tokens[-1] == last.stop_token and tokens[-1] in ENDS
             GRAMMARS[name][2](tokenizer().decode(tokens[:-1]))
@@ -319,7 +324,7 @@ def test_other_constraints_apply_within_the_grammar_with_and_without_drafts() ->
 
 
 def test_a_complete_text_ends_the_request_even_if_end_tokens_are_ignored() -> None:
-    asked = [replace(submit, ignore_eos=True) for submit in submits(1.0, seeds=1)[:5]]
+    asked = [replace(submit, ignore_eos=True) for submit in submits(1.0, seeds=1)[: len(GRAMMARS)]]
     with running(DYNAMIC) as here:
         chunks = answers(here, asked)
         check(asked, chunks)
@@ -353,7 +358,7 @@ def test_without_grammars_no_mask_is_computed_and_no_table_is_read(monkeypatch: 
     for name in ("masks", "count_allowed", "problem", "_compile"):
         monkeypatch.setattr(Grammars, name, never)
     monkeypatch.setattr(TokenTable, "load", never)
-    free = submits(1.0)[5::6]
+    free = submits(1.0)[len(GRAMMARS) :: len(GRAMMARS) + 1]
     penalized = [replace(s, id=50 + s.id, sampling=replace(s.sampling, constraints=PENALIZED)) for s in free]
     for tree, method in ((None, "eagle3"), (DYNAMIC, "eagle3"), (DYNAMIC, "ngram")):
         with running(tree, method) as here:

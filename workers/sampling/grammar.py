@@ -98,6 +98,14 @@ def _notation(kind: GrammarKind, source: Any, whitespace: Whitespace, closes_obj
         raise GrammarError("it is nested too deeply") from None
 
 
+class Thought(NamedTuple):
+    """The marks around reasoning that comes before a structure."""
+
+    opening: str
+    """An answer without it begins with the structure; "" = the prompt ends with it, so all answers begin inside."""
+    closing: str
+
+
 class TokenTable:
     """The bytes of every token of a model, from the tokenizer.json in its folder, read on first use.
 
@@ -133,6 +141,33 @@ class TokenTable:
             why = _shortened(matcher.get_error())
             raise GrammarError(why if why and why != _NO_TOKEN else "no text matches it")
         return matcher
+
+    def behind(self, thought: Thought, grammar: str) -> str:
+        """Return the grammar of reasoning and then of a text of this grammar, behind at most two line breaks.
+
+        Reasoning is any text without its closing mark, and no end token may come before the structure does.
+        """
+        own = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else [{"lark_grammar": grammar}]
+        opening, closing = self._terminals(thought.opening), self._terminals(thought.closing)
+        end = "" if "<[" in closing else closing  # a suffix can be rolled back, but only a text can be one
+        lines = [
+            f"start: ({opening} thought)? @structure" if opening else "start: thought @structure",
+            f"thought: inner {'' if end else closing} /\\n{{0,2}}/",
+            f"inner{f'[suffix={end}]' if end else ''}: /(.|\\n)*/",
+        ]
+        first = {"lark_grammar": "\n".join(lines)}
+        return json.dumps({"grammars": [first, {**own[0], "name": "structure"}, *own[1:]]})
+
+    def _terminals(self, mark: str) -> str:
+        """Return a mark in llguidance's notation, in which special tokens are no text."""
+        tokenizer = self.load()
+        tokens = tokenizer.tokenize_str(mark, parse_special=True) if mark else []
+        if not any(map(tokenizer.is_special_token, tokens)):
+            return json.dumps(mark) if mark else ""
+        return " ".join(
+            f"<[{token}]>" if tokenizer.is_special_token(token) else json.dumps(tokenizer.decode_str([token]))
+            for token in tokens
+        )
 
     def load(self) -> Any:
         """Return the LLTokenizer. Raises GrammarError if there is no tokenizer.json, or no end token."""

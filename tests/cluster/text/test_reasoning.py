@@ -17,8 +17,10 @@ from cluster.text.reasoning import MARKS, ReasoningCounter, ReasoningReader, mar
 from cluster.text.tokenizer import Tokenizer
 from secateur.requests import ChatCompletionRequest
 from tests.cluster.http.test_responses_api import events, writing
+from tests.cluster.http.test_structured_outputs import matches
 from tests.cluster.text.test_tool_calls import CALLED, CHAT, HERMES, TOOLS, copied_tokenizer
 from tests.support.fake_service import fake_service, stream
+from workers.sampling.grammar import Thought, TokenTable, grammar_text
 
 HI = {"role": "user", "content": "a"}
 TEMPLATE = (
@@ -247,18 +249,70 @@ def test_a_continued_thought_reaches_clients_as_reasoning(tmp_path: Path) -> Non
         assert of_stream(http, messages=[HI], **variables)[:2] == ("hard.", "Tea.")
 
 
-def test_a_structured_output_leaves_no_room_for_reasoning(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(str(copied_tokenizer(tmp_path, TEMPLATE)))
-    variables = {"chat_template_kwargs": {"inside": True}}
-    demanded = {"tools": TOOLS, "tool_choice": "required"}
-    text = '[{"name": "stop", "parameters": {}}]'
-    with fake_service(tokenizer, tmp_path, writing(tokenizer, text)) as own, own.http() as http:
-        body = {"messages": [HI], "structured_outputs": {"json": {"type": "array"}}, **variables}
+@pytest.mark.parametrize(
+    ("opened", "right", "wrong"),
+    [
+        ("<think>\n", ["Hm.</think>\n\n[5]", "</think>[]"], ["[5]", "Hm.[5]", "Hm.</think>5"]),
+        ("", ["<think>Hm.</think>\n\n[5]", "[5]"], ["Hm.</think>[5]", "<think>Hm.[5]", "<think></think>\n\n\n[5]"]),
+        ("<think>\n\n</think>\n\n", ["[5]"], ["<think>Hm.</think>[5]", "Hm.</think>[5]"]),
+    ],
+    ids=["opened", "not opened", "switched off"],
+)
+def test_a_structure_begins_behind_the_reasoning(
+    tmp_path: Path, opened: str, right: list[str], wrong: list[str]
+) -> None:
+    template = f"{{% for m in messages %}}{{{{ m['content'] }}}}{{% endfor %}}{{{{ {opened!r} }}}}{{# </think> #}}"
+    tokenizer = Tokenizer(str(copied_tokenizer(tmp_path, template)))
+    bound = {"structured_outputs": {"json": {"type": "array"}, "disable_any_whitespace": True}}
+    with fake_service(tokenizer, tmp_path, writing(tokenizer, right[0])) as own, own.http() as http:
+        body = {"messages": [HI], **bound}
         whole = http.post(CHAT, json=body).raise_for_status().json()
-        message = whole["choices"][0]["message"]
-        assert (message["reasoning"], message["content"]) == (None, text)
-        assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
-        assert of_stream(http, messages=[HI], **demanded, **variables) == ("", "", ["stop"])
+        message, thought = whole["choices"][0]["message"], "Hm." if "Hm." in right[0] else None
+        assert (message["reasoning"], message["content"]) == (thought, "[5]")
+        assert (whole["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0) == (thought is not None)
+        assert of_stream(http, **body) == (thought or "", "[5]", [])
+        grammar = own.engine.submitted[-1].sampling.constraints.grammar
+        for texts, is_right in ((right, True), (wrong, False)):
+            assert [matches(grammar, text, tokenizer.path) for text in texts] == [is_right] * len(texts)
+        said = [HI, {"role": "assistant", "content": "So: "}]
+        http.post(CHAT, json={"messages": said, "continue_final_message": True, **bound}).raise_for_status()
+        assert matches(own.engine.submitted[-1].sampling.constraints.grammar, "[5]", tokenizer.path)
+
+
+@pytest.mark.parametrize("demanded", ["required", {"type": "function", "function": {"name": "order"}}])
+def test_a_demanded_call_begins_behind_the_reasoning(tmp_path: Path, demanded: Any) -> None:
+    tokenizer = Tokenizer(str(copied_tokenizer(tmp_path, TEMPLATE)))
+    call = '{"what": "tea"}' if isinstance(demanded, dict) else '[{"name": "order", "parameters": {"what": "tea"}}]'
+    text = f"Hm, tea.</think>\n\n{call}"
+    asked = {"tools": TOOLS, "tool_choice": demanded, "chat_template_kwargs": {"inside": True}}
+    with fake_service(tokenizer, tmp_path, writing(tokenizer, text)) as own, own.http() as http:
+        message = http.post(CHAT, json={"messages": [HI], **asked}).json()["choices"][0]["message"]
+        [told] = message["tool_calls"]
+        assert (message["reasoning"], told["function"]["arguments"]) == ("Hm, tea.", '{"what": "tea"}')
+        assert of_stream(http, messages=[HI], **asked) == ("Hm, tea.", "", ["order"])
+        assert matches(own.engine.submitted[-1].sampling.constraints.grammar, text, tokenizer.path)
+        tools = [{"type": "function", "name": "order", "parameters": {"type": "object", "properties": {"what": {}}}}]
+        variables = {"chat_template_kwargs": {"inside": True}}
+        told = events(http, input="a", tools=tools, tool_choice="required", **variables)[-1]["response"]["output"]
+        if demanded == "required":
+            assert [item["type"] for item in told] == ["reasoning", "function_call"]
+        for max_tokens in (1, 4):  # in the middle of the thought
+            [choice] = http.post(CHAT, json={"messages": [HI], **asked, "max_tokens": max_tokens}).json()["choices"]
+            assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
+            assert of_stream(http, messages=[HI], **asked, max_tokens=max_tokens)[2] == []
+
+
+def test_marks_may_be_special_tokens(tokenizer: Tokenizer) -> None:
+    table = TokenTable(tokenizer.path, 2048, (0,))
+    grammar = table.behind(Thought("<|im_start|>thought\n", "<|pad|>"), grammar_text("choice", ["yes", "no"]))
+    for text, is_right in (
+        ("<|im_start|>thought\nHm.<|pad|>\nyes", True),
+        ("no", True),
+        ("<|im_start|>Hm.<|pad|>no", False),
+        ("<|im_start|>thought\nHm.no", False),
+        ("Hm.<|pad|>no", False),
+    ):
+        assert matches(grammar, text, tokenizer.path) == is_right, text
 
 
 def test_the_effort_reaches_a_template_that_knows_it(tmp_path: Path, script: Any, tokenizer: Tokenizer) -> None:

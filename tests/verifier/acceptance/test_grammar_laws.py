@@ -1,15 +1,19 @@
 """Grammars are lossless: under every rule, outputs follow the target's law restricted to the grammar, exactly.
 
 Texts over a few tokens are spelt in several ways. The production code masks draft and target, the real `grow` grows the
-trees, and all draws are enumerated. The truth masks the target by listing the language.
+trees, and all draws are enumerated. The truth masks the target by listing the language. Where a structure begins behind
+a thought, which is any text up to a mark, the language has all thoughts of some length.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -26,7 +30,7 @@ from tests.support.grammars import TinyTable, allowed_by, state_of
 from tests.support.growing import grow
 from tests.support.oracles import Path, distance, product_law
 from verifier.acceptance.coupled import walk
-from workers.sampling.grammar import Grammars, grammar_text
+from workers.sampling.grammar import Grammars, Thought, grammar_text
 from workers.sampling.grammar_masks import grammar_masks
 from workers.sampling.logits_edits import Columns, ConstrainedRow
 from workers.sampling.logits_processors import constrain
@@ -37,9 +41,9 @@ torch.set_num_threads(1)
 
 TEXTS = ["a", "b", "ab", "c", "<end>"]
 END = 4
-LANGUAGE = ["ab", "c", "abab", "abc", "cab", "cc"]
-GRAMMAR = Constraints(grammar=grammar_text("regex", "(ab|c){1,2}"))
 LENGTH = 3
+STRUCTURE, TEXT = ["ab", "c", "abab", "abc", "cab", "cc"], grammar_text("regex", "(ab|c){1,2}")
+THOUGHTS = ["".join(letters) for length in range(2 * LENGTH + 1) for letters in product("ac", repeat=length)]
 TOLERANCE = 1e-7  # log p is float32
 VISIBLE = 0.005
 
@@ -58,6 +62,36 @@ def grammars() -> Grammars:
     return Grammars(TinyTable(TEXTS, [END]))
 
 
+class Bound(NamedTuple):
+    """What the answers of the requests are, and all texts of it."""
+
+    constraints: Constraints
+    language: list[str]
+
+
+AT_ONCE = Bound(Constraints(grammar=TEXT), STRUCTURE)
+BEHIND_A_THOUGHT = Bound(
+    Constraints(grammar=TinyTable(TEXTS, [END]).behind(Thought("", "b"), TEXT)),
+    [f"{thought}b{text}" for thought in THOUGHTS for text in STRUCTURE],
+)
+MAYBE_A_THOUGHT = Bound(
+    Constraints(grammar=TinyTable(TEXTS, [END]).behind(Thought("b", "b"), TEXT)),
+    STRUCTURE + [f"b{thought}b{text}" for thought in THOUGHTS for text in STRUCTURE],
+)
+bound = AT_ONCE
+
+
+@pytest.fixture(
+    autouse=True,
+    params=[AT_ONCE, BEHIND_A_THOUGHT, MAYBE_A_THOUGHT],
+    ids=["at once", "behind a thought", "maybe a thought"],
+)
+def what_answers_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "bound", request.param)
+    for cached in (grammars, p, truth):
+        cached.cache_clear()
+
+
 @cache
 def raw(prefix: Path, is_draft: bool = False) -> np.ndarray:
     return np.random.default_rng([*prefix, 7 + is_draft]).normal(scale=1.2, size=len(TEXTS)).astype(np.float32)
@@ -68,7 +102,7 @@ def p(prefix: Path) -> np.ndarray:
     """Return the law that the target samples from, masked by the production code; an ended text stays ended."""
     if END in prefix:
         return np.eye(len(TEXTS))[END]
-    rows = [ConstrainedRow(0, state_of(GRAMMAR, prefix[:1]), list(prefix[1:]))]
+    rows = [ConstrainedRow(0, state_of(bound.constraints, prefix[:1]), list(prefix[1:]))]
     columns = Columns(0, len(TEXTS))
     x_1V = constrain(torch.from_numpy(raw(prefix))[None], rows, columns, grammar_masks(rows, columns, grammars()))
     return x_1V.double().softmax(-1)[0].numpy()
@@ -76,7 +110,9 @@ def p(prefix: Path) -> np.ndarray:
 
 @cache
 def truth(prefix: Path) -> np.ndarray:
-    allowed = sorted(allowed_by(TEXTS, [END], LANGUAGE, prefix)) or [END]  # of impossible prefixes any law will do
+    allowed = sorted(allowed_by(TEXTS, [END], bound.language, prefix)) or [
+        END
+    ]  # of impossible prefixes any law will do
     law = np.zeros(len(TEXTS))
     law[allowed] = np.exp(raw(prefix)[allowed].astype(np.float64))
     return law / law.sum()
@@ -109,7 +145,7 @@ def grown(
         policy=tree_policy,
         expand=expand,
         vocab=vocab,
-        logits_states={0: state_of(GRAMMAR, prefix)},
+        logits_states={0: state_of(bound.constraints, prefix)},
         grammars=grammars(),
     )
     return trees.trees, as_draft(trees.trees, trees.probs)
@@ -140,7 +176,7 @@ def assert_allowed(history: History, draft: Draft) -> None:
     prefix = sum(history, ())
     for node in draft[1:]:
         path = (*prefix, *node.path)
-        assert path[-1] in allowed_by(TEXTS, [END], LANGUAGE, path[:-1]) and END not in path[:-1]
+        assert path[-1] in allowed_by(TEXTS, [END], bound.language, path[:-1]) and END not in path[:-1]
 
 
 @pytest.mark.parametrize("vocab", [WHOLE, REDUCED], ids=["whole", "reduced"])
