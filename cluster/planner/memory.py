@@ -11,8 +11,9 @@ from typing import NamedTuple
 from workers.config import EngineConfig
 from workers.kernels.block_scaled import tile_columns
 from workers.models.checkpoint import MTP_PREFIXES, Weights, text_name
-from workers.models.config_json import fp8_block, read_json
+from workers.models.config_json import read_json
 from workers.models.draft_methods import METHODS, method_of, read_specs
+from workers.models.quantization import read_quantization
 from workers.models.specs import DraftSpec, ModelSpec, Shapes, TransformersSpec
 from workers.workspace import seat_bytes
 
@@ -152,8 +153,11 @@ def sizes_in_8_bits(config: EngineConfig, folder: str, spec: DraftSpec, ranks: i
     if not is_kept or isinstance(spec, TransformersSpec):
         return {}
     quantization = read_json(Path(folder) / "config.json").get("quantization_config") or {}
-    block = fp8_block(quantization, Path(folder))[1] if quantization else 0
-    if not block or tile_columns(block) is None:
+    how = read_quantization(Path(folder))
+    if how is None or not how.is_float8:
+        return {}
+    block = how.block[1] if how.block else None  # None: one for all columns
+    if block is not None and tile_columns(block) is None:
         return {}
     try:
         weights = Weights(folder)
@@ -165,11 +169,15 @@ def sizes_in_8_bits(config: EngineConfig, folder: str, spec: DraftSpec, ranks: i
 
     def is_cut(name: str) -> bool:
         is_split_by_columns = name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight"))
-        return is_split_by_columns and any(shapes[name][1] * rank // ranks % block for rank in range(ranks))
+        return (
+            block is not None
+            and is_split_by_columns
+            and any(shapes[name][1] * rank // ranks % block for rank in range(ranks))
+        )
 
     kinds = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")
     names = [name for name in shapes if name.endswith(kinds) and not name.endswith(_REPLICATED)]
-    return {name: 1 + 4 / block for name in names if not is_cut(name)}
+    return {name: 1 + 4 / (block or shapes[name][1]) for name in names if not is_cut(name)}
 
 
 def tensor_shapes(folder: Path) -> Shapes:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workers.models.config_json import fp8_block, read_json
+from workers.models.config_json import read_json
+from workers.models.quantization import QuantizedWeight, read_quantization, shape_of, weights_of
 
 if TYPE_CHECKING:
     import torch
@@ -26,9 +27,6 @@ logger = logging.getLogger(__name__)
 
 MTP_PREFIXES = ("mtp.", "model.mtp_layers.")
 """Prefixes of the MTP layers in a target's checkpoint, which the drafter reads (`workers.models.fc_head_format`)."""
-
-FP8_SCALE = "_scale_inv"
-"""Suffix of the block scales of a float8 tensor, as DeepSeek, Qwen and others publish them."""
 
 _COMPARED_ROWS = 4096
 """Rows that `are_equal` compares at a time."""
@@ -47,8 +45,8 @@ class Weights:
 
     Files are memory-mapped. Only the requested slices are read, cast and moved, one tensor at a time, so a rank never
     holds more than its share plus one tensor. Every returned tensor owns its memory.
-    Tensors quantized in FP8 blocks are dequantized when they are read: they take the memory of `dtype` (in bfloat16
-    twice the size of their files) and are multiplied at its speed. With `keeps_float8`, `matrix` leaves them in 8 bits.
+    Quantized tensors (`workers.models.quantization`) are dequantized when they are read: they take the memory of
+    `dtype` and are multiplied at its speed. With `keeps_float8`, `matrix` leaves those in float8 in 8 bits.
 
     Args:
         path: the checkpoint folder.
@@ -75,10 +73,8 @@ class Weights:
         self.device = torch.device(device)
         self._slices: dict[str, Any] = {}
         self._used: set[str] = set()
-        quantization = read_json(self.path / "config.json").get("quantization_config")
-        self.fp8_block: tuple[int, int] | None = fp8_block(quantization, self.path) if quantization else None
-        """Rows and columns of the blocks of float8 tensors; None: there are none."""
-        self._keeps_float8 = keeps_float8 and self.fp8_block is not None
+        self.quantization = read_quantization(self.path)
+        self._keeps_float8 = keeps_float8
         assert dtype is not None or not keeps_float8
         self._has_told = False
         for file in _weight_files(self.path):
@@ -90,29 +86,25 @@ class Weights:
             except SafetensorError as error:
                 raise _damaged(file, error) from error
             self._slices.update({rename(name): handle.get_slice(name) for name in handle.keys()})  # noqa: SIM118
+        if self.quantization is not None:
+            self._slices = weights_of(self._slices, self.quantization, self.path)
 
     def has(self, name: str) -> bool:
         """Return True if the checkpoint has the tensor."""
         return name in self._slices
 
     def names(self) -> list[str]:
-        """Return the names of all tensors except FP8 scales."""
-        scales = {name + FP8_SCALE for name in self._slices}
-        return [name for name in self._slices if name not in scales]
+        """Return the names of all tensors; the parts of a quantized one have its name."""
+        return list(self._slices)
 
     def is_float8(self, name: str) -> bool:
-        """Return True if a tensor is stored in FP8 blocks. Raises ValueError if it is missing."""
-        import torch
-
+        """Return True if a matrix is stored in float8 with scales. Raises ValueError if it is missing."""
         stored = self._find(name)
-        if isinstance(stored, torch.Tensor):
-            return stored.dtype is torch.float8_e4m3fn
-        return bool(stored.get_dtype() == "F8_E4M3")
+        return isinstance(stored, QuantizedWeight) and stored.is_float8
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the full shape of a tensor. Raises ValueError if it is missing."""
-        stored = self._find(name)
-        return tuple(stored.shape if hasattr(stored, "shape") else stored.get_shape())
+        return shape_of(self._find(name))
 
     def get(self, name: str, dim: int | None = None, rank: int = 0, size: int = 1) -> Tensor:
         """Read a tensor, or the `rank`-th of `size` parts of it along `dim`. Raises ValueError if it is missing."""
@@ -145,87 +137,70 @@ class Weights:
             spans[dim] = first + begin, first + end
         if not (self._keeps_float8 and self.is_float8(name)):
             return self.get_range(name, dim or 0, *spans[dim or 0])
-        assert self.fp8_block is not None and self.dtype is not None
-        block_rows, block = self.fp8_block
+        assert self.dtype is not None
         rows, columns = (slice(*span) for span in spans)
-        if columns.start % block or tile_columns(block) is None:
+        width = columns.stop - columns.start
+        block = width if stored.block[1] == self.shape(name)[1] else stored.block[1]
+        if (block != width and columns.start % block) or tile_columns(block) is None:
             if not self._has_told:
                 logger.info("%s: %s is dequantized: blocks of %d columns are cut or too narrow", self.path, name, block)
                 self._has_told = True
             return self.get_range(name, dim or 0, *spans[dim or 0])
         self._used.add(name)
-        part = stored[rows, columns]
+        part = stored.codes[rows, columns]
         values_OI = torch.empty(part.shape, dtype=part.dtype, device=self.device).copy_(part)
-        scale_OB = self._scale(name)[:, columns.start // block : -(-columns.stop // block)]
-        row_O = torch.arange(rows.start, rows.stop, device=self.device) // block_rows
-        scale_BO = scale_OB.t().index_select(1, row_O).contiguous()
-        return BlockScaled(values_OI, scale_BO, block, self.dtype)
+        scale_OB = torch.cat(
+            [
+                stored.scales((rows, slice(first, first + 1)), self.device).expand(len(values_OI), 1)
+                for first in range(columns.start, columns.stop, block)
+            ],
+            dim=1,
+        )
+        return BlockScaled(values_OI, scale_OB.t().contiguous(), block, self.dtype)
 
     def get_range(self, name: str, dim: int, start: int, end: int | None, dtype: torch.dtype | None = None) -> Tensor:
         """Read items start:end along `dim`, in `dtype` (None = self.dtype). Raises ValueError if it is missing."""
         import torch
 
-        stored = self._find(name)
+        stored, shape = self._find(name), self.shape(name)
         self._used.add(name)
-        part = stored[(slice(None),) * dim + (slice(start, end),)] if self.shape(name) else stored[...]
-        is_float8 = part.dtype is torch.float8_e4m3fn
-        own_dtype = torch.float32 if is_float8 else part.dtype
-        dtype = (dtype or self.dtype or own_dtype) if part.is_floating_point() else own_dtype
+        if isinstance(stored, QuantizedWeight):
+            spans = [slice(0, length) for length in shape]
+            spans[dim] = slice(start, shape[dim] if end is None else end)
+            return self._dequantized(stored, spans, dtype or self.dtype or torch.float32)
+        part = stored[(slice(None),) * dim + (slice(start, end),)] if shape else stored[...]
+        dtype = (dtype or self.dtype or part.dtype) if part.is_floating_point() else part.dtype
         # Copy, because the mapped file may be misaligned, and a view would keep all of it mapped.
-        values = torch.empty(part.shape, dtype=dtype, device=self.device)
-        if not is_float8:
-            return values.copy_(part)
-        step = max(1, _DEQUANTIZED_ITEMS // max(1, part[:1].numel()))
-        first = [start if axis == dim else 0 for axis in range(part.dim())]
-        for row in range(0, part.shape[0], step):
-            piece = part[row : row + step].to(self.device)
-            values[row : row + step] = self._dequantize(name, piece, [first[0] + row, *first[1:]])
+        return torch.empty(part.shape, dtype=dtype, device=self.device).copy_(part)
+
+    def _dequantized(self, stored: QuantizedWeight, spans: list[slice], dtype: torch.dtype) -> Tensor:
+        """Return these values, of which a limited number is in float32 at a time."""
+        import torch
+
+        values = torch.empty([span.stop - span.start for span in spans], dtype=dtype, device=self.device)
+        step = max(1, _DEQUANTIZED_ITEMS // max(1, values[:1].numel()))
+        for row in range(0, len(values), step):
+            first = spans[0].start + row
+            piece = slice(first, min(first + step, spans[0].stop))
+            values[row : row + step] = stored.read([piece, *spans[1:]], self.device)
         return values
-
-    def _dequantize(self, name: str, part: Tensor, first: list[int]) -> Tensor:
-        """Return the float32 values of a float8 slice [..., R, C] that starts at index `first`.
-
-        A block of rows x columns shares the factor `name`_scale_inv[..., row // rows, column // columns].
-        """
-        import torch
-
-        scale = self._scale(name)
-        assert self.fp8_block is not None
-        for axis in range(part.dim()):
-            block = self.fp8_block[axis - part.dim() + 2] if axis >= part.dim() - 2 else 1
-            index = torch.arange(first[axis], first[axis] + part.shape[axis], device=self.device) // block
-            scale = scale.index_select(axis, index)
-        return scale.mul_(part.to(torch.float32))
-
-    def _scale(self, name: str) -> Tensor:
-        """Return the float32 scales of a float8 tensor's blocks. Raises ValueError if it has none."""
-        import torch
-
-        scale_name = name + FP8_SCALE
-        if self.fp8_block is None or scale_name not in self._slices:
-            raise ValueError(f"{self.path}: float8 tensor {name!r} has no block scales {scale_name!r}")
-        self._used.add(scale_name)
-        scale: Tensor = self._find(scale_name)[...].to(self.device, torch.float32)
-        return scale
 
     def are_equal(self, one: str, other: str, start: int, end: int) -> bool:
         """Return True if rows start:end of two stored matrices are equal. Both count as read.
 
-        Rows are compared block by block until they differ. float8 matrices, which torch cannot compare and whose scales
-        may differ, count as different. Raises ValueError if one is missing.
+        Rows are compared block by block until they differ. Quantized matrices, whose scales may differ, count as
+        different. Raises ValueError if one is missing.
         """
         import torch
 
         first, second = self._find(one), self._find(other)
         self._used.update((one, other))
-        if self.shape(one) != self.shape(other):
+        if self.shape(one) != self.shape(other) or isinstance(first, QuantizedWeight):
             return False
         for row in range(start, end, _COMPARED_ROWS):
             rows = slice(row, min(end, row + _COMPARED_ROWS))
             one_part, other_part = first[rows], second[rows]
-            if one_part.dtype != other_part.dtype or one_part.dtype is torch.float8_e4m3fn:
-                return False
-            if not torch.equal(one_part, other_part):
+            if one_part.dtype != other_part.dtype or not torch.equal(one_part, other_part):
                 return False
         return True
 

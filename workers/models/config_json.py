@@ -50,19 +50,3 @@ def eos_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
             raise ValueError(f"eos_token_id: {strange[0]!r} is no token id; write a number or a list of numbers")
         ids.update(dict.fromkeys(own))
     return tuple(ids)
-
-
-def fp8_block(quantization: dict[str, Any], path: Path) -> tuple[int, int]:
-    """Return the block size (rows, columns) of a float8 checkpoint from config.json's `quantization_config`.
-
-    Raises:
-        ValueError: any other quantization.
-    """
-    method, block = quantization.get("quant_method", "unknown"), quantization.get("weight_block_size")
-    if method != "fp8" or not block:
-        kind = f"{method} without weight_block_size" if method == "fp8" else method
-        raise ValueError(
-            f"{path}: quantized checkpoints are not supported (quantization_config: {kind}), except fp8 with "
-            "weight_block_size: use such a one, or the original weights"
-        )
-    return int(block[0]), int(block[1])

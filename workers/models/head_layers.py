@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from workers.models.config_json import fp8_block
 from workers.models.hybrid_format import text_config
+from workers.models.quantization import read_quantization
 from workers.models.specs import ModelSpec
 
 MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -145,8 +145,7 @@ def _layer_config(raw: dict[str, Any], path: Path, kind: Literal["llama", "qwen3
     """
     from transformers import LlamaConfig, Qwen3Config
 
-    if raw.get("quantization_config"):
-        fp8_block(raw["quantization_config"], path)
+    read_quantization(path, raw)
     known = {name: value for name, value in raw.items() if value is not None and name not in _NOT_THE_LAYERS}
     if set(known.get("layer_types", ())) == {_FULL}:  # may list all layers of the target
         known["layer_types"] = [_FULL] * known.get("num_hidden_layers", 1)

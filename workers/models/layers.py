@@ -100,9 +100,11 @@ class RankWeights(Weights):
         super().__init__(path, dtype, device, rename, keeps_float8=keeps_float8)
         self.dtype: torch.dtype = dtype
         self.tp = runtime.tp
-        if has_float8 and self.fp8_block is not None:
-            why = f"dequantized, because {self.kernels.NAME} kernels do not multiply them with {dtype} on this device"
-            logger.info("%s: FP8 blocks are %s", path, "kept in 8 bits" if keeps_float8 else why)
+        if self.quantization is not None:
+            is_kept = keeps_float8 and any(self.is_float8(name) for name in self.names())
+            kernels = f"{self.kernels.NAME} kernels do not multiply them with {dtype} on this device"
+            why = f"dequantized, because {kernels if has_float8 else 'its class multiplies 16 or 32 bits'}"
+            logger.info("%s: %s weights are %s", path, self.quantization.method, "kept in 8 bits" if is_kept else why)
 
 
 def check_shape(weights: Weights, name: str, expected: tuple[int, ...], fields: str) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from workers.models.config_json import SUPPORTED_ARCHITECTURES, eos_ids, fp8_block, read_config, read_json
+from workers.models.config_json import SUPPORTED_ARCHITECTURES, eos_ids, read_config, read_json
 from workers.models.head_layers import block_kind, num_mtp_layers
 from workers.models.hybrid_format import check_hybrid, delta_spec, is_hybrid, text_config
+from workers.models.quantization import read_quantization
 from workers.models.specs import ModelSpec
 
 
@@ -79,13 +80,11 @@ def read_spec(path: Path | str) -> ModelSpec:
 
 
 def check_model(raw: dict[str, Any], path: Path) -> None:
-    """Raise ValueError for a draft head, quantization other than in FP8 blocks, and hybrids that do not run here.
+    """Raise ValueError for a draft head, quantization that cannot be read, and hybrids that do not run here.
 
     The raw JSON is checked, because transformers' own errors would not say what is supported here.
     """
-    quantization = raw.get("quantization_config")
-    if quantization:
-        fp8_block(quantization, path)
+    read_quantization(path, raw)
     if kind := block_kind(raw):
         raise ValueError(
             f"{path} is a draft head, not a model that can run by itself; "

@@ -2,8 +2,10 @@
 
 A tensor-parallel plan maps name patterns to styles. For parameters, "colwise" keeps output rows and "rowwise" input
 columns (only rank 0 adds its bias); "packed" does so in each half of a fused gate and up projection, for matrices and
-stacked experts. For modules, row-parallel layers and experts all-reduce their outputs; "gather_output" and
-"split_input" enclose an operation on whole rows, such as a norm over all heads. Everything else is replicated.
+stacked experts. "expert_pairs" splits the last dimension between pairs, which are a gate and an up column, and a
+tensor "added_once" is that of rank 0. For modules, row-parallel layers and experts all-reduce their outputs;
+"gather_output" and "split_input" enclose an operation on whole rows, such as a norm over all heads. Everything else is
+replicated.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workers.models.checkpoint import FP8_SCALE, Weights, split, text_name
+from workers.models.checkpoint import Weights, split, text_name
 from workers.models.decoder import has_own_head, is_legacy
 from workers.models.layers import SINGLE, HeadSplit, RankWeights, TensorParallel, shard_vocab
 from workers.models.specs import TransformersSpec
@@ -101,6 +103,8 @@ class Shares:
                 if len(shape) == 1:
                     return None
                 dim = len(shape) - 1
+            case "expert_pairs":
+                return TensorShard(len(shape) - 1, rank, size, unit=2 * _EXPERT_UNIT)
             case None:
                 return self._shard_of_heads(name, shape)
             case _:
@@ -124,7 +128,7 @@ class Shares:
     def is_added_once(self, name: str) -> bool:
         """Return True for the bias of a row-parallel layer, which only rank 0 adds to the sum."""
         owner, _, leaf = name.rpartition(".")
-        return leaf == "bias" and self.style(owner) in _REDUCED
+        return (leaf == "bias" and self.style(owner) in _REDUCED) or self.style(name) == "added_once"
 
     def install_hooks(self, base: nn.Module) -> None:
         """Install the hooks that all-reduce, gather and split according to the plan."""
@@ -215,7 +219,7 @@ def fill(model: Any, weights: RankWeights, shares: Shares, *, is_composite: bool
     if is_tied:
         start, end, _ = shard_vocab(embedding.weight.shape[0], shares.tp)
         head.weight = nn.Parameter(embedding.weight[start:end], requires_grad=False)
-    weights.finish(allowed=lambda name: name.removesuffix(FP8_SCALE) in ignored)
+    weights.finish(allowed=ignored)
 
 
 def _sources(model: Any, weights: Weights, *, is_composite: bool) -> tuple[dict[str, StoredParts], set[str]]:

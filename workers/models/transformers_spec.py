@@ -26,15 +26,28 @@ from workers.models.specs import TransformersSpec
 
 PARAMETER_STYLES = {
     "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
-    "packed_colwise", "packed_rowwise",
+    "packed_colwise", "packed_rowwise", "expert_pairs",
 }  # fmt: skip
 """Styles of a tensor-parallel plan that split parameters."""
 
 WHOLE_STYLES = {
-    "all_reduce", "embedding_colwise", "embedding_rowwise", "local_params", "moe_tp_experts", "replicate",
+    "added_once", "all_reduce", "embedding_colwise", "embedding_rowwise", "local_params", "moe_tp_experts", "replicate",
     "replicated_with_grad_allreduce",
 }  # fmt: skip
 """Styles that replicate parameters on every rank (here also embeddings)."""
+
+_OWN_PLANS = {
+    "gpt_oss": {
+        **dict.fromkeys((f"layers.*.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "sinks")), "colwise"),
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+        "layers.*.mlp.experts.gate_up_proj": "expert_pairs",
+        "layers.*.mlp.experts.gate_up_proj_bias": "expert_pairs",
+        "layers.*.mlp.experts.down_proj": "colwise",
+        "layers.*.mlp.experts.down_proj_bias": "added_once",
+    }
+}
+"""Tensor-parallel plans of classes that have none in transformers, by model type; styles: `transformers_load`."""
 
 TESTED = frozenset(
     """
@@ -68,7 +81,7 @@ def read_transformers_spec(path: Path, raw: dict[str, Any]) -> TransformersSpec:
     """
     found = (raw.get("architectures") or [raw.get("model_type")])[0]
     config = model_config(path, found)
-    plan = dict(getattr(config, "base_model_tp_plan", None) or {})
+    plan = dict(getattr(config, "base_model_tp_plan", None) or _OWN_PLANS.get(config.model_type, {}))
     for pattern, style in plan.items():
         if style == "mla_kv_a_proj":
             raise _refusal(found, f"multi-head latent attention ({pattern}) is not implemented", path)

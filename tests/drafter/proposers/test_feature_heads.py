@@ -352,7 +352,7 @@ def configure(**changes: Any) -> Callable[[Path], None]:
         (configure(head_dim=4), r"layers.0.self_attn.q_proj.weight is \(64, 64\), config.json asks for \(32, 64\)"),
         (configure(speculators_model_type="eagle"), "type 'eagle' in the format of speculators"),
         (configure(speculators_model_type="eagle3"), "is an EAGLE-3 head: write method 'eagle3'"),
-        (configure(quantization_config={"quant_method": "gptq"}), "quantized checkpoints are not supported"),
+        (configure(quantization_config={"quant_method": "hqq"}), "quantized by hqq are not supported"),
         (lambda path: add("fc.weight", 64, 192)(path), r"fc.weight is \(64, 192\), the head needs \(64, 128\)"),
     ],
 )

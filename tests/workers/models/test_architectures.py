@@ -49,8 +49,8 @@ def has_plan(model_type: str) -> bool:
 KNOWN = {name: entry for name, entry in checkpoints.ARCHITECTURES.items() if has_plan(entry[0])}
 
 SPLIT = [
-    "aria", "cohere (norms of heads)", "ernie-4.5-moe", "gemma", "gemma-2", "glm-4", "gpt-neox", "granite-moe", "nemotron",
-    "granite-swa (sinks)", "mixtral", "olmo-2", "olmoe", "phi", "phi-3", "qwen2-moe", "qwen3-moe",
+    "aria", "cohere (norms of heads)", "ernie-4.5-moe", "gemma", "gemma-2", "glm-4", "gpt-neox", "gpt-oss",
+    "granite-moe", "granite-swa (sinks)", "mixtral", "nemotron", "olmo-2", "olmoe", "phi", "phi-3", "qwen2-moe", "qwen3-moe",
 ]  # fmt: skip
 """At least one for each way in which plans split. All of KNOWN pass, in minutes on a busy machine."""
 
