@@ -132,6 +132,8 @@ def check_local_models(args: EngineArgs) -> None:
     names = [args.model, config.draft.model_path] if config.draft and has_own else [args.model]
     if all(Path(resolve_model(name)).expanduser().is_dir() for name in names):
         path = model_folder(args.model)
+        if config.draft is None and "speculators_config" in read_json(path / "config.json"):
+            return  # stands for its target and itself, see `cluster.pairs`
         try:
             check_kinds(path, config.draft and _with_folder(config.draft, path))
         except (ValueError, FileNotFoundError) as error:

@@ -35,9 +35,12 @@ def download(args: EngineArgs) -> list[str]:
 
     Raises ConfigError if one is not available, or cannot be run.
     """
-    from cluster import convert  # takes seconds, which `python -m cluster.fetch` may do without
+    # These take seconds, which `python -m cluster.fetch` may do without.
+    from cluster import convert
+    from cluster.pairs import settled
 
     try:
+        args = settled(args)
         config, _ = convert.read_engine(args)
         config, _ = convert.with_tokenizer(args, config)
         convert.fetch_weights(args, config, Progress())

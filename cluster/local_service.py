@@ -25,6 +25,7 @@ from cluster.http.limits import LimitedProtocol
 from cluster.http.middleware import Cors
 from cluster.http.server import create_app
 from cluster.http.service import Service
+from cluster.pairs import settled
 from cluster.system.listening import base_url, listening_socket, listening_sockets
 from cluster.system.progress import Progress
 from cluster.system.shared import Shared
@@ -127,6 +128,7 @@ def local_service(args: EngineArgs, *, shows_progress: bool = False) -> Iterator
         for sock in socks:
             held.enter_context(sock)
         with progress.during("reading the model's configuration and tokenizer"):
+            args = settled(args)
             config, specs = read_engine(args, num_gpus=visible_gpus())
             config, tokenizer = with_tokenizer(args, config)
         fetch_weights(args, config, progress)

@@ -19,6 +19,7 @@ from cluster.local_service import build_service
 from cluster.openai.deltas import GenerationFailed
 from cluster.openai.openai_format import prompt_logprobs, token_logprobs, total_stats
 from cluster.openai.output_processor import Generation
+from cluster.pairs import settled
 from cluster.text.tokenizer_pool import TokenizerPool
 from secateur.config import EngineArgs
 from secateur.errors import BadRequestError, ConfigError, Problem, ServerError, ServiceUnavailableError
@@ -39,7 +40,7 @@ class OfflineEngine:
     """
 
     def __init__(self, args: EngineArgs) -> None:
-        self._args = args
+        self._args = args = settled(args)
         config, self._specs = read_engine(args, num_gpus=visible_gpus())
         self._config, self._tokenizer = with_tokenizer(args, config)
         fetch_weights(args, self._config)

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, field_validator, model_validator
 
 from secateur.errors import ConfigError, Problem
 from secateur.schema import Strict, did_you_mean, normalise_keys
@@ -26,6 +26,13 @@ class SpeculativeConfig(SpeculativeSettings, Strict):
     Unset fields hold their resolved value after validation (method inferred, lookup bounds mirrored, tree counted);
     `model_fields_set` still holds the names of the given ones.
     """
+
+    _is_method_given: bool = PrivateAttr(default=True)
+
+    @property
+    def is_method_given(self) -> bool:
+        """Whether the method was written, and not inferred."""
+        return self._is_method_given
 
     @property
     def token_tree(self) -> tuple[Path, ...] | None:
@@ -73,6 +80,14 @@ class SpeculativeConfig(SpeculativeSettings, Strict):
         if isinstance(value, list | tuple):
             value = str([tuple(path) if isinstance(path, list | tuple) else path for path in value])
         return str(list(parse_token_tree(value))) if isinstance(value, str) else value
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _remember_who_wrote_the_method(cls, data: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
+        own = build(data)
+        if isinstance(data, dict):
+            own._is_method_given = data.get("method") is not None
+        return own
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
@@ -227,7 +242,7 @@ class Speculative(Strict):
 
 
 def infer_method(model: str) -> str:
-    """Return the method that a drafter's name implies, as in vLLM, or that a folder's config.json tells.
+    """Return the method that a drafter's checkpoint tells, if it is in a folder, or its name implies, as in vLLM.
 
     'eagle3' is checked first, so that 'eagle-heads/x-eagle3' is an EAGLE-3 head.
     """
@@ -236,24 +251,39 @@ def infer_method(model: str) -> str:
         return "ngram"
     if _is_mtp(name):
         return _canonical_method(model)
+    if method := _method_of_folder(FilePath(model)):
+        return method
     if "eagle3" in name:
         return "eagle3"
-    if kind := _block_kind(model) or next((kind for kind in ("dspark", "dflash") if kind in name), None):
+    if kind := next((kind for kind in ("dspark", "dflash") if kind in name), None):
         return kind
     return "eagle" if "eagle-" in name else "draft_model"
 
 
-def _block_kind(model: str) -> str | None:
-    """Return the method of a block head in a local folder, None for anything else; its files are checked later."""
+def _method_of_folder(folder: FilePath) -> str | None:
+    """Return the method that the files in a folder tell, None if they do not; they are checked later."""
     try:
-        raw = json.loads((FilePath(model) / "config.json").read_text(encoding="utf-8"))
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         own = raw | (raw.get("dflash_config") or {})
         names = " ".join([*(raw.get("architectures") or ()), raw.get("speculators_model_type") or ""]).lower()
     except (OSError, ValueError, TypeError, AttributeError):
         return None
-    if "dflash_config" not in raw and "dspark" not in names and "dflash" not in names:
+    if "dflash_config" in raw or "dspark" in names or "dflash" in names:
+        return "dspark" if own.get("markov_rank") else "dflash"
+    if "draft_vocab_size" in raw or "eagle3" in names or raw.get("speculators_model_type"):
+        return "eagle3"
+    if (tensors := _tensor_names(folder / "model.safetensors")) is not None:
+        return "eagle" if "fc.weight" in tensors else "draft_model"
+    return "draft_model" if (raw.get("num_hidden_layers") or 0) > 1 else None
+
+
+def _tensor_names(file: FilePath) -> set[str] | None:
+    """Return the names in the header of a safetensors file, None without such a file."""
+    try:
+        with file.open("rb") as stream:
+            return set(json.loads(stream.read(int.from_bytes(stream.read(8), "little"))))
+    except (OSError, ValueError, MemoryError, OverflowError):
         return None
-    return "dspark" if own.get("markov_rank") else "dflash"
 
 
 def _canonical_method(method: str) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from cluster.convert import engine_config, fetch_weights, load_tokenizer, visible_gpus
 from cluster.errors import PromptError
+from cluster.pairs import settled
 from cluster.text.tokenizer import Tokenizer
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
@@ -28,6 +29,7 @@ class Workload(NamedTuple):
 
 def workload(args: EngineArgs, texts: Sequence[BenchPrompt], *, max_tokens: int, max_num_seqs: int) -> Workload:
     """Configure an engine no larger than the benchmark needs, without prefix caching. Raises ConfigError."""
+    args = settled(args)
     config = engine_config(args, num_gpus=visible_gpus())
     prompts = encode_prompts(load_tokenizer(args, config), texts)
     longest, limit = max(map(len, prompts)) + max_tokens, config.max_model_len

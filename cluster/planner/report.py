@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from cluster.convert import engine_config, visible_gpus
 from cluster.engine.rank_placement import num_bundles
+from cluster.pairs import settled
 from cluster.planner.memory import model_shards
 from cluster.planner.topology import bytes_text, describe
 from secateur.config import EngineArgs
@@ -25,6 +26,7 @@ def run(args: EngineArgs, request: PlanRequest, *, as_json: bool = False) -> str
         if args.device == "cpu":
             raise ConfigError(Problem("--hardware", "describes a GPU, and the device is cpu; keep one of the two"))
         args = args.model_copy(update={"device": "cuda"})
+    args = settled(args)
     # Another machine's devices are not counted here.
     config = engine_config(args, num_gpus=(visible_gpus() or None) if request.hardware is None else None)
     try:

@@ -18,6 +18,7 @@ from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 
 from cluster.convert import fetch_weights, read_engine, resolve_devices, visible_gpus, with_tokenizer
+from cluster.pairs import settled
 from cluster.serve import proxy
 from cluster.serve.app import application_of
 from cluster.serve.controller import APP_NAME, delete_application, get_controller, loss_reason, start_failure
@@ -55,7 +56,7 @@ def serve(args: EngineArgs) -> None:
     try:
         if not remote:
             with progress.during("reading the model's configuration and tokenizer"):
-                args = resolve_devices(args, num_gpus=visible_gpus())
+                args = resolve_devices(settled(args), num_gpus=visible_gpus())
                 config, specs = read_engine(args)  # reports an unsupported model early
                 config, _ = with_tokenizer(args, config)
             fetch_weights(args, config, progress)

@@ -133,6 +133,9 @@ def test_the_method_is_inferred_from_the_model(model, method):
         ({"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 5}}, "dflash"),
         ({"speculators_model_type": "dspark", "markov_rank": 64}, "dspark"),
         ({"architectures": ["LlamaForCausalLM"]}, "draft_model"),
+        ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000}, "eagle3"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+        ({"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}, "eagle3"),
         ([], "draft_model"),
     ],
 )
@@ -140,6 +143,22 @@ def test_a_folder_tells_the_method_of_a_block_head(tmp_path, config, method):
     (folder := tmp_path / "head").mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     assert infer_method(str(folder)) == method
+
+
+def test_the_files_in_a_folder_count_and_not_its_name(tmp_path):
+    (folder := tmp_path / "eagle3-tests" / "eagle-head-dspark").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}))
+    assert infer_method(str(folder)) == "draft_model"
+    header = json.dumps({"fc.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    assert infer_method(str(folder)) == "eagle"
+
+
+def test_it_is_known_whether_the_method_was_written():
+    assert SpeculativeConfig(model="a/b", method="eagle3").is_method_given
+    inferred = SpeculativeConfig(model="a/b-eagle3")
+    assert inferred.method == "eagle3" and not inferred.is_method_given
+    assert not inferred.model_copy(update={"draft_placement": "colocated"}).is_method_given
 
 
 @pytest.mark.parametrize("where", ["method", "model"])

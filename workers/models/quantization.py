@@ -131,7 +131,7 @@ def _unsupported(path: Path, kind: str) -> ValueError:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedCodes:
     """Integers of a few bits, several in each stored word along an axis.
 
     order: the place in a word of each of its integers, counted from the lowest bits. With a further stored axis, all
@@ -180,7 +180,7 @@ class Packed:
 class QuantizedWeight:
     """A weight, read like a stored tensor: `[spans]` gives float32 values, (code - zero) * scale.
 
-    The fields are stored tensors, or `Packed`. spans, one for each axis, have a start and a stop.
+    The fields are stored tensors, or `PackedCodes`. spans, one for each axis, have a start and a stop.
     """
 
     codes: Any
@@ -333,8 +333,8 @@ def _weight(name: str, stored: dict[str, Any], how: Quantization, path: Path) ->
         is_awq, bits = how.method == "AWQ", how.bits
         order = _AWQ_ORDER if is_awq else None
         return made(
-            scale, names, codes=Packed(codes, 1 if is_awq else 0, 32, bits, order),
-            zero=Packed(zeros, 1, 32, bits, order), offset=how.zero_offset, group_I=group_I, is_transposed=True,
+            scale, names, codes=PackedCodes(codes, 1 if is_awq else 0, 32, bits, order),
+            zero=PackedCodes(zeros, 1, 32, bits, order), offset=how.zero_offset, group_I=group_I, is_transposed=True,
         )  # fmt: skip
     if leaf == "weight_packed":
         own = ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_global_scale")
@@ -342,14 +342,14 @@ def _weight(name: str, stored: dict[str, Any], how: Quantization, path: Path) ->
         scale, zeros, group_I, global_scale = (part(own) for own in names)
         if "FP4" in how.method:
             return made(
-                scale, names, codes=Packed(codes, 1, 8, 4), global_scale=global_scale, is_divisor=True, is_fp4=True
+                scale, names, codes=PackedCodes(codes, 1, 8, 4), global_scale=global_scale, is_divisor=True, is_fp4=True
             )
-        zero = None if zeros is None else Packed(zeros, 0, 32, how.bits)
+        zero = None if zeros is None else PackedCodes(zeros, 0, 32, how.bits)
         offset = 1 << how.bits - 1 if zeros is None else 0
-        return made(scale, names, codes=Packed(codes, 1, 32, how.bits), zero=zero, offset=offset, group_I=group_I)
+        return made(scale, names, codes=PackedCodes(codes, 1, 32, how.bits), zero=zero, offset=offset, group_I=group_I)
     if leaf.endswith("_blocks"):
         scales = name.removesuffix("_blocks") + "_scales"
-        return made(part(scales), [scales], codes=Packed(codes, 2, 8, 4), is_fp4=True, is_transposed=True)
+        return made(part(scales), [scales], codes=PackedCodes(codes, 2, 8, 4), is_fp4=True, is_transposed=True)
     names = [f"{name}_scale_inv", f"{name}_scale", f"{name}_scale_2", f"{name}_zero_point"]
     scale = part(*names[:2])
     kind = dtype_of(codes)
@@ -358,7 +358,7 @@ def _weight(name: str, stored: dict[str, Any], how: Quantization, path: Path) ->
     if (kind == _FLOAT8 and scale is not None) or (kind == "I8" and scale is not None):
         return made(scale, names, zero=part(names[3]))
     if kind == _BYTE and how.method == "NVFP4" and scale is not None:
-        return made(scale, names, codes=Packed(codes, 1, 8, 4), global_scale=part(names[2]), is_fp4=True)
+        return made(scale, names, codes=PackedCodes(codes, 1, 8, 4), global_scale=part(names[2]), is_fp4=True)
     return None
 
 

@@ -50,7 +50,8 @@ KNOWN = {name: entry for name, entry in checkpoints.ARCHITECTURES.items() if has
 
 SPLIT = [
     "aria", "cohere (norms of heads)", "ernie-4.5-moe", "gemma", "gemma-2", "glm-4", "gpt-neox", "gpt-oss",
-    "granite-moe", "granite-swa (sinks)", "mixtral", "nemotron", "olmo-2", "olmoe", "phi", "phi-3", "qwen2-moe", "qwen3-moe",
+    "granite-moe", "granite-swa (sinks)", "mixtral", "nemotron", "olmo-2", "olmoe", "phi", "phi-3", "qwen2-moe",
+    "qwen3-moe",
 ]  # fmt: skip
 """At least one for each way in which plans split. All of KNOWN pass, in minutes on a busy machine."""
 
