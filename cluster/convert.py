@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from cluster.copying import copied
+from cluster.door import check_tensors
 from cluster.system.cores import num_cores
 from cluster.system.gpus import gpu_names
 from cluster.system.progress import Progress
@@ -121,8 +122,9 @@ def read_engine(args: EngineArgs, *, num_gpus: int | None = None) -> tuple[Engin
     )
     sampling_defaults(args, config.model_path)  # report an invalid generation_config.json before anything starts
     draft_spec = None if draft is None else _read_draft(draft, spec)
-    config = replace(config, draft=draft, threads=_threads(args, config))
-    return config, Specs(target=spec, draft=draft_spec)
+    config, specs = replace(config, draft=draft, threads=_threads(args, config)), Specs(target=spec, draft=draft_spec)
+    check_tensors(args, config, specs)
+    return config, specs
 
 
 def check_local_models(args: EngineArgs) -> None:
@@ -340,8 +342,10 @@ def _dtype(args: EngineArgs, device: str, spec: ModelSpec) -> Literal["float32",
     if device == "cpu":
         return "float32"
     match spec.dtype:
-        case "float32" | "bfloat16" | "float16":
+        case "bfloat16" | "float16":
             return spec.dtype
+        case "float32":  # or not said; 16 bits, as in vLLM
+            return "bfloat16"
         case other:
             raise ConfigError(Problem("dtype", f"the checkpoint's {other} is not supported; write bfloat16"))
 

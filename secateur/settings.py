@@ -168,7 +168,7 @@ class EngineSettings(Settings):
         Flag(
             "Type of weights and activations",
             MODEL,
-            default="auto: float32 on CPU, the checkpoint's on CUDA",
+            default="auto: float32 on CPU; on CUDA the checkpoint's, bfloat16 for float32",
             vllm_values={"half": "float16", "float": "float32"},
         ),
     ] = "auto"

@@ -143,6 +143,8 @@ def load_target_ids(weights: Weights, draft_vocab_size: int, vocab_size: int) ->
     ids = torch.arange(draft_vocab_size, device=weights.device)
     if draft_vocab_size < vocab_size or weights.has("d2t"):
         ids = ids + weights.get("d2t").to(torch.int64)
+    if ids.is_meta:
+        return ids
     if ids.unique().numel() != draft_vocab_size or ids.min() < 0 or ids.max() >= vocab_size:
         raise ValueError(f"{weights.path}: d2t does not map to distinct tokens of a vocabulary of {vocab_size}")
     return ids

@@ -99,8 +99,15 @@ def test_what_does_not_go_with_the_device_is_named(fields: dict[str, Any], says:
         engine_config(args(**fields))
 
 
-def test_on_cuda_the_checkpoint_s_dtype_is_kept() -> None:
+def test_on_cuda_the_checkpoint_s_dtype_is_kept_if_it_has_16_bits(tmp_path: Path) -> None:
     assert engine_config(args(device="cuda")).dtype == "bfloat16"
+    path = checkpoints.write_model(tmp_path, "llama")
+    for given, used in (("float16", "float16"), ("float32", "bfloat16"), (None, "bfloat16")):
+        checkpoints.edit_config(path, dtype=given)
+        own = EngineArgs(model=str(path), device="cuda")
+        assert engine_config(own).dtype == used
+        assert engine_config(own.model_copy(update={"dtype": "float32"})).dtype == "float32"
+        assert engine_config(own.model_copy(update={"device": "cpu"})).dtype == "float32"
 
 
 def test_products_in_bfloat16_get_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ COMMIT = "c" * 40
 class FakeHub(ThreadingHTTPServer):
     """Every `root/organisation/model` is a repository with one commit. `fetched` lists downloaded files in order.
 
-    Any revision is that commit; `revisions` holds those that were asked for.
+    Any revision is that commit; `revisions` holds those that were asked for. `peeked` lists files of which a part was
+    asked for.
     """
 
     daemon_threads = True
@@ -26,6 +27,7 @@ class FakeHub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Answer)
         self.root = root
         self.fetched: list[str] = []
+        self.peeked: list[str] = []
         self.revisions: set[str] = set()
 
     @property
@@ -55,9 +57,14 @@ class _Answer(BaseHTTPRequestHandler):
                     found |= {"siblings": [{"rfilename": name} for name in files], "private": False, "tags": []}
                 self._send(200 if files else 404, json.dumps(found).encode())
             case [_, _, "resolve", _, *name] if (path := self._path(parts)).is_file():
+                body, asked = path.read_bytes(), self.headers.get("Range")
                 if self.command == "GET":
-                    self.server.fetched.append(f"{parts[0]}/{parts[1]}:{'/'.join(name)}")
-                self._send(200, path.read_bytes())
+                    requests = self.server.peeked if asked else self.server.fetched
+                    requests.append(f"{parts[0]}/{parts[1]}:{'/'.join(name)}")
+                if asked:
+                    start, _, end = asked.removeprefix("bytes=").partition("-")
+                    body = body[int(start) : int(end) + 1 if end else None]
+                self._send(206 if asked else 200, body)
             case _:
                 self._send(404, b"{}")
 

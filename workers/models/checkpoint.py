@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workers.models.config_json import read_json
-from workers.models.quantization import QuantizedWeight, read_quantization, shape_of, weights_of
+from workers.models.quantization import QuantizedWeight, dtype_of, read_quantization, shape_of, weights_of
 
 if TYPE_CHECKING:
     import torch
@@ -164,6 +164,8 @@ class Weights:
 
         stored, shape = self._find(name), self.shape(name)
         self._used.add(name)
+        if self.device.type == "meta":
+            return self._hollow(stored, dim, start, end, dtype)
         if isinstance(stored, QuantizedWeight):
             spans = [slice(0, length) for length in shape]
             spans[dim] = slice(start, shape[dim] if end is None else end)
@@ -172,6 +174,17 @@ class Weights:
         dtype = (dtype or self.dtype or part.dtype) if part.is_floating_point() else part.dtype
         # Copy, because the mapped file may be misaligned, and a view would keep all of it mapped.
         return torch.empty(part.shape, dtype=dtype, device=self.device).copy_(part)
+
+    def _hollow(self, stored: Any, dim: int, start: int, end: int | None, dtype: torch.dtype | None) -> Tensor:
+        """Return a tensor without values, so that shapes can be checked by the headers of files alone."""
+        import torch
+
+        shape = list(shape_of(stored))
+        if shape:
+            shape[dim] = len(range(*slice(start, end).indices(shape[dim])))
+        is_float = isinstance(stored, QuantizedWeight) or dtype_of(stored).startswith(("F", "BF"))
+        own = (dtype or self.dtype or torch.float32) if is_float else torch.int64
+        return torch.empty(shape, dtype=own, device="meta")
 
     def _dequantized(self, stored: QuantizedWeight, spans: list[slice], dtype: torch.dtype) -> Tensor:
         """Return these values, of which a limited number is in float32 at a time."""
@@ -195,7 +208,7 @@ class Weights:
 
         first, second = self._find(one), self._find(other)
         self._used.update((one, other))
-        if self.shape(one) != self.shape(other) or isinstance(first, QuantizedWeight):
+        if self.shape(one) != self.shape(other) or isinstance(first, QuantizedWeight) or self.device.type == "meta":
             return False
         for row in range(start, end, _COMPARED_ROWS):
             rows = slice(row, min(end, row + _COMPARED_ROWS))

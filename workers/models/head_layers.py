@@ -64,6 +64,11 @@ def check_eagle(raw: dict[str, Any], path: Path) -> None:
 def check_eagle3(raw: dict[str, Any], path: Path) -> None:
     """Raise ValueError if config.json does not describe an EAGLE-3 head."""
     _check_eagle_kind(raw, path)
+    if ((raw.get("eagle_config") or raw).get("parallel_draft_step") or 1) > 1:
+        raise ValueError(
+            f"{path} drafts several tokens at once with parallel heads (parallel_draft_step), which is not supported: "
+            "take a head that drafts one after the other, or a DSpark or DFlash head"
+        )
     if "draft_vocab_size" not in raw and not any("Eagle3" in name for name in raw.get("architectures") or []):
         raise ValueError(f"{path} is not an EAGLE-3 head: its config.json has no draft_vocab_size")
 

@@ -6,7 +6,9 @@ downloaded.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from workers.models.checkpoint import weight_names
 
@@ -42,8 +44,7 @@ def fetch_weights(name: str, folder: Path) -> None:
     For a local folder, only check that they exist. Raises FileNotFoundError if they do not, or the download fails.
     """
     is_local = Path(name).expanduser().is_dir()
-    present = {path.name for path in folder.iterdir()}
-    wanted = weight_names(folder, present if is_local else present | _names_on_hub(name, folder.name))
+    wanted = weight_files(name, folder)
     missing = [file for file in wanted if not (folder / file).exists()]
     if missing and not is_local:
         from huggingface_hub import snapshot_download
@@ -55,6 +56,35 @@ def fetch_weights(name: str, folder: Path) -> None:
         missing = [file for file in missing if not (folder / file).exists()]
     if missing:
         raise FileNotFoundError(f"no weights in {folder}: {', '.join(missing)} not found")
+
+
+def weight_files(name: str, folder: Path) -> list[str]:
+    """Return the names of a checkpoint's weight files, in its folder or on the hub. folder: see `fetch_weights`."""
+    present = {path.name for path in folder.iterdir()}
+    is_local = Path(name).expanduser().is_dir() or name.count("/") != 1
+    return weight_names(folder, present if is_local else present | _names_on_hub(name, folder.name))
+
+
+def headers_of(name: str, folder: Path, files: list[str]) -> dict[str, dict[str, Any]]:
+    """Read the headers of a hub id's safetensors files, without their tensors; {} if the hub does not give all.
+
+    Returns:
+        dict: by file, the header's JSON: dtype, shape and data_offsets by tensor.
+    """
+    from huggingface_hub import HfApi
+
+    def header(file: str) -> dict[str, Any]:
+        found = HfApi().parse_safetensors_file_metadata(name, file, revision=folder.name)
+        return {
+            tensor: {"dtype": info.dtype, "shape": info.shape, "data_offsets": info.data_offsets}
+            for tensor, info in found.tensors.items()
+        }
+
+    try:
+        with ThreadPoolExecutor() as pool:
+            return dict(zip(files, pool.map(header, files), strict=True))
+    except Exception:
+        return {}
 
 
 def _names_on_hub(name: str, commit: str) -> set[str]:

@@ -278,11 +278,12 @@ def shape_of(stored: Any) -> tuple[int, ...]:
 
 
 def dtype_of(stored: Any) -> str:
-    """Return the type of a stored tensor in safetensors' notation, "" for others."""
+    """Return the type of a stored tensor in safetensors' notation; of pickles only "F" or "" for most types."""
     import torch
 
     if isinstance(stored, torch.Tensor):
-        return {torch.float8_e4m3fn: _FLOAT8, torch.uint8: _BYTE, torch.int8: "I8"}.get(stored.dtype, "")
+        known = {torch.float8_e4m3fn: _FLOAT8, torch.uint8: _BYTE, torch.int8: "I8"}
+        return known.get(stored.dtype, "F" if stored.is_floating_point() else "")
     return str(stored.get_dtype()) if hasattr(stored, "get_dtype") else ""
 
 

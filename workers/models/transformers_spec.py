@@ -110,7 +110,8 @@ def model_config(path: Path | str, found: object) -> Any:
 
     raw = read_json(Path(path) / "config.json")
     if "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING:
-        raise _refusal(found, "transformers does not know it, and Python code from a checkpoint is not run", Path(path))
+        unknown = f"transformers does not know model type {raw.get('model_type')!r}"
+        raise _refusal(found, f"{unknown}, and Python code from a checkpoint is not run", Path(path))
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True)
     except Exception as error:  # transformers' validation raises various types, even KeyError

@@ -286,7 +286,7 @@ def test_unknown_architectures_are_an_error_with_their_name(
 @pytest.mark.parametrize(
     ("model_type", "auto_map", "message"),
     [
-        ("novel", "AutoConfig", "does not know it, and Python code from a checkpoint is not run"),
+        ("novel", "AutoConfig", "does not know model type 'novel', and Python code from a checkpoint is not run"),
         (
             "glm4v_text",
             "AutoModelForCausalLM",

@@ -10,6 +10,7 @@ from typing import Any
 
 import huggingface_hub.constants
 import pytest
+import torch
 
 import secateur
 from cluster.convert import engine_config, fetch_weights, with_tokenizer
@@ -172,3 +173,21 @@ def test_a_folder_is_returned_and_an_invalid_id_is_an_error(tmp_path: Path) -> N
     assert resolve_path(str(tmp_path)) == tmp_path
     with pytest.raises(FileNotFoundError, match="no checkpoint folder"):
         resolve_path(str(tmp_path / "nowhere"))
+
+
+def test_a_misshapen_checkpoint_is_refused_by_its_header(hub: FakeHub) -> None:
+    folder = publish(hub, "org/llama")
+    name = "model.layers.1.mlp.up_proj.weight"
+    checkpoints.edit_weights(folder, remove=(name,), add={"model.layers.1.mlp.up_proj.lora": torch.ones(2)})
+    with pytest.raises(ConfigError, match=f"{COMMIT}: tensor '{name}' is missing"):
+        start(model="org/llama")
+    assert weights(hub.fetched) == [] and weights(hub.peeked) == ["org/llama:model.safetensors"]
+
+
+def test_a_head_of_another_width_is_refused_by_its_header(hub: FakeHub) -> None:
+    publish(hub, "org/llama", hidden_size=64)
+    head = checkpoints.write_eagle3(hub.root / "org/eagle3-head")
+    checkpoints.edit_weights(head, remove=("fc.weight",), add={"fc.weight": torch.ones(64, 128)})
+    with pytest.raises(ConfigError, match=r"eagle3-head.*: fc.weight is \(64, 128\), this target needs \(64, 192\)"):
+        start(model="org/llama", speculative_config={"method": "eagle3", "model": "org/eagle3-head"})
+    assert weights(hub.fetched) == []
