@@ -143,7 +143,8 @@ class LimitedProtocol(HttpToolsProtocol):
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:  # not an upgrade
-            self.scope["extensions"] = {EXTENSION: DirectWriter(self.cycle, self.loop)}
+            writer: Any = DirectWriter(self.cycle, self.loop)  # of no type that ASGI's stubs know
+            self.scope["extensions"] = {EXTENSION: writer}
         self._expect("body")
 
     def on_body(self, body: bytes) -> None:
