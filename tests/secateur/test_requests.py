@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from secateur.bodies import UNSUPPORTED, listed
+from secateur.bodies import UNSUPPORTED, Structure, listed
 from secateur.errors import ConfigError, Problem
 from secateur.requests import (
     ChatCompletionRequest,
@@ -591,7 +591,7 @@ def test_tokenize_takes_a_prompt_or_messages():
 def test_a_structure_is_read_from_either_field(asked, kind, source, whitespace):
     for body in (completion(**asked), chat(**asked)):
         assert body.unsupported() == body.ignored() == []
-        assert body.structure == (kind, source, next(iter(asked)), whitespace, True)
+        assert body.structure == Structure(kind, source, next(iter(asked)), whitespace, True)
     assert completion(response_format={"type": "text"}).structure is None
 
 

@@ -149,8 +149,12 @@ def test_an_answer_that_has_begun_is_finished_however_long_it_takes(own: Own, pa
 
     def pass_time() -> None:
         labels = {"model_name": "fake-model", "replica": "fake-replica"}
-        metrics = running.service.metrics.registry
-        wait_for(lambda: metrics.get_sample_value("secateur_generation_tokens_total", labels) == len(seconds) - 1)
+
+        def num_tokens() -> float | None:
+            running.service.metrics.render()  # which counts what has come
+            return running.service.metrics.registry.get_sample_value("secateur_generation_tokens_total", labels)
+
+        wait_for(lambda: num_tokens() == len(seconds) - 1)
         seconds.append(100.0 * (len(seconds) > 1))
 
     running = own(script=lambda submit: [[5]] * 4, engine={"before_step": pass_time})

@@ -324,7 +324,7 @@ class Receiving(Request):
     """A request whose client sends these messages and then nothing."""
 
     def __init__(self, *kinds: str) -> None:
-        super().__init__({"type": "http"})
+        super().__init__({"type": "http", "path": "/"})
         self._kinds = list(kinds)
 
     @property
