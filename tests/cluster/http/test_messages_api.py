@@ -93,7 +93,7 @@ def test_the_events_come_in_anthropics_order_and_bytes(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cluster.openai.messages_api.new_id", lambda prefix: f"{prefix}-0")
-    monkeypatch.setattr("cluster.text.tool_calls._new_id", lambda format: "call-0")
+    monkeypatch.setattr("cluster.text.tool_calls.new_call_id", lambda format: "call-0")
     settings: dict[str, Any] = {"reasoning_parser": "think"}
     call = '<tool_call>{"name": "order", "arguments": {"what": "tea"}}</tool_call>'
     with (
