@@ -158,7 +158,9 @@ class AnswerReaders:
         """Return what makes the reader of each of a chat's answers; None if they are content alone."""
         marks = self._marks
         new_calls: Callable[[], ToolCallReader | HarmonyReader] | None = reader_of_calls(body, self._call_format)
-        if self._call_format == HARMONY and body.structure is None:  # it has messages for reasoning and content, too
+        if marks is not None and body.structure is not None:
+            marks = marks._replace(closing=marks.closing + marks.answer)
+        elif self._call_format == HARMONY and body.structure is None:  # it has messages for reasoning and content, too
             most = 0 if body.calls == "none" else None if body.parallel_tool_calls else 1
             marks, new_calls = None, partial(HarmonyReader, most=most)
         if marks is None and new_calls is None:
@@ -190,13 +192,14 @@ class AnswerReaders:
     def thought(self, body: SamplingRequest, prompt: Sequence[int]) -> Thought | None:
         """Return the marks around the reasoning that a structured answer may begin with; None = there is none.
 
-        A prompt that ends with the closing mark has switched reasoning off. gpt-oss's structures begin at once.
+        A prompt that ends with the closing mark has switched reasoning off.
         """
-        if self._marks is None or self._call_format == HARMONY or not isinstance(body, ChatCompletionRequest):
+        marks = self._marks
+        if marks is None or not isinstance(body, ChatCompletionRequest):
             return None
-        if body.continue_final_message or self._end_of(body, prompt).endswith(self._marks.closing):
+        if body.continue_final_message or self._end_of(body, prompt).endswith(marks.closing):
             return None
-        return Thought("" if self._begins_inside(body, prompt) else self._marks.opening, self._marks.closing)
+        return Thought("" if self._begins_inside(body, prompt) else marks.opening, marks.closing + marks.answer)
 
     def _begins_inside(self, body: ChatCompletionRequest, prompt: Sequence[int]) -> bool:
         """Return whether the answer begins with reasoning. One that continues a message with a structure does not."""

@@ -17,10 +17,18 @@ class Marks(NamedTuple):
     taught: str
     are_special: bool = False
     """They are special tokens, which are otherwise left out of the text."""
+    answer: str = ""
+    """What stands between the closing mark and a structured answer."""
 
 
 MARKS: dict[str, Marks] = {
-    "openai_gptoss": Marks("<|channel|>analysis<|message|>", "<|end|>", r"<\|channel\|>analysis", are_special=True),
+    "openai_gptoss": Marks(
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        taught=r"<\|channel\|>analysis",
+        are_special=True,
+        answer="<|start|>assistant<|channel|>final<|message|>",
+    ),
     "gemma4": Marks("<|channel>thought\n", "<channel|>", r"<\|channel>thought", are_special=True),
     "seed_oss": Marks("<seed:think>", "</seed:think>", "<seed:think>"),
     "mistral": Marks("[THINK]", "[/THINK]", r"\[THINK\]", are_special=True),

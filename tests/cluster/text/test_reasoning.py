@@ -302,6 +302,20 @@ def test_a_demanded_call_begins_behind_the_reasoning(tmp_path: Path, demanded: A
             assert of_stream(http, messages=[HI], **asked, max_tokens=max_tokens)[2] == []
 
 
+def test_a_structure_of_gpt_oss_is_its_final_message(tmp_path: Path) -> None:
+    template = "{{ messages[0]['content'] }}{{ tools }}{# <|channel|>analysis <|channel|>commentary #}"
+    tokenizer = Tokenizer(str(copied_tokenizer(tmp_path, template)))
+    thought, call = "<|channel|>analysis<|message|>Hm.<|end|>", '[{"name": "stop", "parameters": {}}]'
+    text = f"{thought}<|start|>assistant<|channel|>final<|message|>{call}"
+    body = {"messages": [HI], "tools": TOOLS, "tool_choice": "required"}
+    with fake_service(tokenizer, tmp_path, writing(tokenizer, text)) as own, own.http() as http:
+        assert of_stream(http, **body) == ("Hm.", "", ["stop"])
+        whole = http.post(CHAT, json=body).json()["choices"][0]["message"]
+        assert (whole["reasoning"], whole["content"], len(whole["tool_calls"])) == ("Hm.", None, 1)
+        grammar = own.engine.submitted[-1].sampling.constraints.grammar
+        assert matches(grammar, text, tokenizer.path) and not matches(grammar, thought + call, tokenizer.path)
+
+
 def test_marks_may_be_special_tokens(tokenizer: Tokenizer) -> None:
     table = TokenTable(tokenizer.path, 2048, (0,))
     grammar = table.behind(Thought("<|im_start|>thought\n", "<|pad|>"), grammar_text("choice", ["yes", "no"]))
