@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 from ray import serve as ray_serve
+from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 
 from cluster.convert import placement_config, resolve_devices
 from cluster.http.admission import PENDING_PER_PLACE
@@ -66,7 +67,7 @@ def application_of(
         "max_ongoing_requests": PENDING_PER_PLACE * config.max_num_seqs + SERVE_HEADROOM,
         "health_check_period_s": HEALTH_CHECK_PERIOD_S,
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
-        "request_router_config": router_config(slack=max(1, config.max_num_seqs // 4)),
+        **_routing(config.max_num_seqs),
         **app.deployment_config,
         **_autoscaling(app.deployment_config, config.max_num_seqs),
     }
@@ -128,6 +129,11 @@ def _warn_of_other_nodes(args: EngineArgs) -> None:
             "write the absolute path of a folder that every node sees",
             " and ".join(names),
         )
+
+
+def _routing(max_num_seqs: int) -> dict[str, Any]:
+    """Return the option that names our router. Serve's HAProxy goes past it, and then Serve refuses the option."""
+    return {} if RAY_SERVE_ENABLE_HA_PROXY else {"request_router_config": router_config(max(1, max_num_seqs // 4))}
 
 
 def _autoscaling(options: Mapping[str, Any], max_num_seqs: int) -> dict[str, Any]:

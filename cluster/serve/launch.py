@@ -14,6 +14,7 @@ import ray
 import ray.serve._private.api
 import ray.serve._private.client
 from ray import serve as ray_serve
+from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 
@@ -201,6 +202,9 @@ def _tls(args: EngineArgs) -> dict[str, str]:
     """Return the HTTP options of Serve that make it speak HTTPS, {} for plain HTTP."""
     if args.ssl_certfile is None or args.ssl_keyfile is None:
         return {}
+    if RAY_SERVE_ENABLE_HA_PROXY:
+        told = "Ray Serve's HAProxy speaks no HTTPS; unset RAY_SERVE_ENABLE_HA_PROXY, or leave the certificate out"
+        raise ConfigError(Problem("ssl_certfile", told))
     return {"ssl_certfile": args.ssl_certfile, "ssl_keyfile": args.ssl_keyfile}
 
 

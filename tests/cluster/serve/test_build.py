@@ -66,6 +66,15 @@ def test_autoscaling_targets_most_of_the_engines_seats(options: dict[str, Any], 
     assert found.autoscaling_config.max_replicas == options.get("autoscaling_config", {}).get("max_replicas", 100)
 
 
+def test_serves_haproxy_goes_past_our_router_and_speaks_no_https(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.serve.launch, "RAY_SERVE_ENABLE_HA_PROXY", True)
+    for has_haproxy in (True, False):
+        monkeypatch.setattr(cluster.serve.app, "RAY_SERVE_ENABLE_HA_PROXY", has_haproxy)
+        assert bool(cluster.serve.app._routing(8)) != has_haproxy
+    with pytest.raises(ConfigError, match="speaks no HTTPS; unset RAY_SERVE_ENABLE_HA_PROXY"):
+        cluster.serve.launch._tls(EngineArgs.load({"ssl_certfile": "c", "ssl_keyfile": "k"}))
+
+
 def test_autoscaling_is_off_by_default() -> None:
     assert deployment({})._deployment_config.autoscaling_config is None
 
