@@ -127,7 +127,8 @@ def model_shard(
             multiplied += is_head * items // ranks
         elif len(shape) > 1:
             multiplied += share
-            experts += share if ".experts." in name or len(shape) == 3 else 0  # one by one, or in a stack
+            is_stack = len(shape) == 3 and not name.endswith("conv1d.weight")
+            experts += share if ".experts." in name or is_stack else 0
     token = spec.num_kv_layers * 2 * -(-spec.num_kv_heads // ranks) * spec.head_dim
     return ModelShard(
         weight_bytes=held * item - int(saved),

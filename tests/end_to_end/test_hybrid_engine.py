@@ -55,6 +55,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("hybrid")
     checkpoints.add_mtp(checkpoints.write_hybrid(root / "target", vocab_size=V), "qwen3_5")
     checkpoints.write_model(root / "draft", "llama", vocab_size=V, num_hidden_layers=1)
+    moe = checkpoints.write_hybrid(root / "moe" / "target", "qwen3_next", vocab_size=V, **checkpoints.HYBRID_MOE)
+    checkpoints.add_mtp(moe, "qwen3_5")
     return root
 
 
@@ -161,6 +163,14 @@ def test_tokens_equal_those_without_speculation(
         assert here.engine._stats.prefix_cache_queries == 0
 
 
+def test_a_mixture_of_experts_drafts_with_its_own_layer(folder: Path) -> None:
+    told = []
+    for method in ("off", "mtp"):
+        with engine(folder / "moe", method) as here:
+            told.append(answers(here, submits(1.0, 4)))
+    assert told[0] == told[1] and here.engine._stats.num_accepted_tokens > 5
+
+
 def test_preemptions_and_aborts_between_a_step_and_its_fold_change_nothing(
     folder: Path, expected: dict[float, dict[int, list[int]]]
 ) -> None:
@@ -176,8 +186,8 @@ def test_preemptions_and_aborts_between_a_step_and_its_fold_change_nothing(
                 break
             if running and rng.random() < 0.4:
                 here.engine.preempt(rng.choice(running))
-            if rng.random() < 0.1:  # these never finish
-                here.submit(Submit(id=100 + step, prompt=[1, 2], max_tokens=50, ignore_eos=True))
+            if rng.random() < 0.2:  # these take a seat, and never finish
+                here.submit(Submit(id=100 + step, prompt=[1, 2], max_tokens=50, ignore_eos=True, priority=-1))
             for request in [request for request in running if request.id >= 100 and rng.random() < 0.3]:
                 here.engine._abort(request.id)
         assert {id: told[id] for id in expected[1.0]} == expected[1.0]

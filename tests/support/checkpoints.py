@@ -2,7 +2,8 @@
 
 write_model(path, model_type, legacy_rope=False, shards=1, seed=0, **config) -> path      ARCHITECTURES: types to write
 write_multimodal(path, prefix, **config) -> path                    Gemma-3's text model as in its vision checkpoints
-write_hybrid(path, seed=0, is_wrapped=False, **config) -> path      a Qwen3.5, alone or as in its vision checkpoints
+write_hybrid(path, family="qwen3_5_text", seed=0, is_wrapped=False, **config) -> path      a Qwen3.5, alone or as in
+                                                                    its vision checkpoints; or with HYBRID_MOE
 quantize_fp8(path, block) -> path                                   its layers' matrices, with block scales
 dequantize_fp8(path, to) -> to                                      the same checkpoint in float32
 write_eagle3(path, style="safeailab" | "specforge" | "speculators", seed=0, bin_file=False, **config) -> path
@@ -115,9 +116,20 @@ HYBRID = {
 }
 
 
-def write_hybrid(path: Path, *, seed: int = 0, is_wrapped: bool = False, **overrides: Any) -> Path:
-    """Save a random Qwen3.5, whose norms multiply by 1 + weight; `is_wrapped` adds a vision tower and its prefixes."""
-    write_model(path, "qwen3_5_text", seed=seed, **HYBRID | overrides)
+HYBRID_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
+}
+"""For "qwen3_5_moe_text" and "qwen3_next"."""
+
+
+def write_hybrid(
+    path: Path, family: str = "qwen3_5_text", *, seed: int = 0, is_wrapped: bool = False, **overrides: Any
+) -> Path:
+    """Save a random hybrid, whose norms multiply by 1 + weight; `is_wrapped` adds a vision tower and its prefixes."""
+    write_model(path, family, seed=seed, **HYBRID | overrides)
     tensors = {
         name: tensor - 1 if "norm" in name and "linear_attn" not in name else tensor
         for name, tensor in load_file(path / "model.safetensors").items()
@@ -596,17 +608,21 @@ def write_eagle(
 
 
 def add_mtp(path: Path, layout: str, *, seed: int = 0) -> Path:
-    """Add an MTP layer to a single-file model; "mimo" turns a Qwen2 model into a MiMo model."""
+    """Add an MTP layer to a single-file model; "mimo" turns a Qwen2 model into a MiMo model.
+
+    That of a hybrid is a copy of the layer that has attention.
+    """
     config = json.loads((path / "config.json").read_text())
     hidden = config["hidden_size"]
     match layout:
-        case "qwen3" | "qwen3_5":
+        case "qwen3":
             names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
             shapes = {"mtp.fc.weight": (hidden, 2 * hidden)} | {f"mtp.{name}.weight": (hidden,) for name in names}
             shapes |= _layer_shapes("mtp.layers.0.", config, qk_norm=True)
-            if layout == "qwen3_5":  # gates
-                rows, width = shapes["mtp.layers.0.self_attn.q_proj.weight"]
-                shapes["mtp.layers.0.self_attn.q_proj.weight"] = (2 * rows, width)
+            edit_config(path, mtp_num_hidden_layers=1)
+        case "qwen3_5":
+            names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+            shapes = {"mtp.fc.weight": (hidden, 2 * hidden)} | {f"mtp.{name}.weight": (hidden,) for name in names}
             edit_config(path, mtp_num_hidden_layers=1)
         case "mimo":
             own = "model.mtp_layers.0."
@@ -625,8 +641,12 @@ def add_mtp(path: Path, layout: str, *, seed: int = 0) -> Path:
             )
     generator = torch.Generator().manual_seed(seed + 1)
     tensors = {name: randomise(shape, name, generator) for name, shape in shapes.items()}
-    zero_centred = {name: tensor - 1 for name, tensor in tensors.items() if layout == "qwen3_5" and "norm" in name}
-    edit_weights(path, add=tensors | zero_centred)
+    if layout == "qwen3_5":
+        tensors = {name: tensor - 1 if "norm" in name else tensor for name, tensor in tensors.items()}
+        own = f"model.layers.{config['layer_types'].index('full_attention')}."
+        stored = load_file(path / "model.safetensors").items()
+        tensors |= {name.replace(own, "mtp.layers.0."): tensor for name, tensor in stored if name.startswith(own)}
+    edit_weights(path, add=tensors)
     return path
 
 

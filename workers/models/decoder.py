@@ -34,6 +34,7 @@ from workers.models.layers import (
     norm_weight,
     shard_vocab,
 )
+from workers.models.moe import Moe
 from workers.models.rope import Rope
 from workers.models.specs import ModelSpec
 from workers.transfer import to_device
@@ -69,7 +70,7 @@ class DecoderLayer:
         else:
             self.mixer = Attention(weights, f"{prefix}self_attn.", spec, window=window)
         self.post_norm_D = norm_weight(weights, f"{prefix}post_attention_layernorm.weight", spec)
-        self.mlp = Mlp(weights, f"{prefix}mlp.", spec)
+        self.mlp = (Mlp if spec.moe is None else Moe)(weights, f"{prefix}mlp.", spec)
 
     @property
     def attention(self) -> Attention:

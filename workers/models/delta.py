@@ -35,7 +35,8 @@ class GatedDelta:
     """The gated delta net of one layer.
 
     It reads this rank's share of `prefix`{in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv1d, A_log, dt_bias, norm,
-    out_proj}. Raises ValueError for a tensor that is missing or has another shape.
+    out_proj}; Qwen3-Next has {in_proj_qkvz, in_proj_ba} instead, with the rows of each key head together. Raises
+    ValueError for a tensor that is missing or has another shape.
     """
 
     def __init__(self, weights: RankWeights, prefix: str, spec: ModelSpec) -> None:
@@ -44,38 +45,52 @@ class GatedDelta:
         self.tp, self.kernels, self.eps = weights.tp, weights.kernels, spec.rms_norm_eps
         rank, size, width = self.tp.rank, self.tp.size, spec.hidden_size
         keys, values = delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim
-        for name, shape in {
-            "in_proj_qkv.weight": (delta.num_channels, width),
-            "in_proj_z.weight": (values, width),
-            "in_proj_b.weight": (delta.num_value_heads, width),
-            "in_proj_a.weight": (delta.num_value_heads, width),
+        shapes: dict[str, tuple[int, ...]] = {
             "conv1d.weight": (delta.num_channels, 1, 4),
             "A_log": (delta.num_value_heads,),
             "dt_bias": (delta.num_value_heads,),
             "norm.weight": (delta.value_dim,),
             "out_proj.weight": (width, values),
-        }.items():
-            check_shape(
-                weights, prefix + name, shape, "hidden_size and linear_{key,value}_head_dim, linear_num_*_heads"
-            )
+        }
+        if is_grouped := weights.has(f"{prefix}in_proj_qkvz.weight"):
+            shapes |= {
+                "in_proj_qkvz.weight": (delta.num_channels + values, width),
+                "in_proj_ba.weight": (2 * delta.num_value_heads, width),
+            }
+        else:
+            shapes |= {
+                "in_proj_qkv.weight": (delta.num_channels, width),
+                "in_proj_z.weight": (values, width),
+                "in_proj_b.weight": (delta.num_value_heads, width),
+                "in_proj_a.weight": (delta.num_value_heads, width),
+            }
+        fields = "hidden_size and linear_{key,value}_head_dim, linear_num_*_heads"
+        for name, shape in shapes.items():
+            check_shape(weights, prefix + name, shape, fields)
 
         self.num_keys, self.num_heads = delta.num_key_heads // size, delta.num_value_heads // size
         self.key_dim, self.value_dim = delta.key_dim, delta.value_dim
         self._widths = [keys // size, keys // size, values // size]
         sections = [(0, keys), (keys, 2 * keys), (2 * keys, 2 * keys + values)]
-        qkv = [weights.matrix(f"{prefix}in_proj_qkv.weight", 0, rank, size, section=part) for part in sections]
-        self._qkvz = Linear(
-            stacked([*qkv, weights.matrix(f"{prefix}in_proj_z.weight", 0, rank, size)]), None, self.kernels
-        )
         part = (0, rank, size)
-        self._ba = fused_linear(weights, {f"{prefix}in_proj_b": part, f"{prefix}in_proj_a": part}, has_bias=False)
+        if is_grouped:
+            ratio = self.num_heads // self.num_keys
+            of_head = [delta.key_dim, delta.key_dim, ratio * delta.value_dim, ratio * delta.value_dim]
+            row_O, row_2H = (_ungrouped(own, self.num_keys, weights.device) for own in (of_head, [ratio, ratio]))
+            self._qkvz = fused_linear(weights, {f"{prefix}in_proj_qkvz": part}, has_bias=False, row_O=row_O)
+            self._ba = fused_linear(weights, {f"{prefix}in_proj_ba": part}, has_bias=False, row_O=row_2H)
+        else:
+            parts = [weights.matrix(f"{prefix}in_proj_qkv.weight", *part, section=own) for own in sections]
+            parts.append(weights.matrix(f"{prefix}in_proj_z.weight", *part))
+            self._qkvz = Linear(stacked(parts), None, self.kernels)
+            self._ba = fused_linear(weights, {f"{prefix}in_proj_{name}": part for name in "ba"}, has_bias=False)
         self._out = row_parallel_linear(weights, f"{prefix}out_proj", has_bias=False)
 
         def floats(name: str, begin: int = 0, end: int | None = None) -> Tensor:
             own = split(end - begin, rank, size) if end is not None else (0, None)
             return weights.get_range(prefix + name, 0, begin + own[0], own[1] and begin + own[1], torch.float32)
 
-        self._conv_4C = torch.cat([floats("conv1d.weight", *part)[:, 0] for part in sections]).t().contiguous()
+        self._conv_4C = torch.cat([floats("conv1d.weight", *own)[:, 0] for own in sections]).t().contiguous()
         self._decay_H = -floats("A_log", 0, delta.num_value_heads).exp()
         self._dt_bias_H = floats("dt_bias", 0, delta.num_value_heads)
         self._norm_v = floats("norm.weight")
@@ -138,6 +153,12 @@ class GatedDelta:
                 state.index_copy_(0, own.write_B, behind)
         inputs.index_copy_(0, plan.write_W, inputs_XC[plan.tail_W3])
         return torch.cat(outputs).index_select(0, plan.order_N) if has_outputs else None
+
+
+def _ungrouped(widths: list[int], num_groups: int, device: torch.device) -> Tensor:
+    """Return the rows of groups that have parts of these widths, ordered by part."""
+    row_GX = torch.arange(num_groups * sum(widths), device=device).view(num_groups, -1)
+    return torch.cat([own.flatten() for own in row_GX.split(widths, dim=1)])
 
 
 def _l2norm(x: Tensor) -> Tensor:

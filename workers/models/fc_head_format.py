@@ -3,8 +3,8 @@
 The feature of a token is the target's last hidden state, after its final norm. Layouts, names without `.weight`:
 
     EAGLE-1/2 (SafeAILab)   fc(+ bias), layers.{i}.*; layer 0 has no input_layernorm; [embed_tokens] [lm_head]
-    MTP, Qwen3 type         mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm}, mtp.layers.0.*; Qwen3.5's is a
-                            layer with attention, its gates and norms as in the target
+    MTP, Qwen3 type         mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm}, mtp.layers.0.*; a hybrid's
+                            is a layer with attention, its gates, norms and experts as in the target
     MTP, MiMo               model.mtp_layers.0.{input_proj, token_layernorm, hidden_layernorm, final_layernorm}, and
                             the names of a Qwen2 layer beside them; input_proj reads the feature first
 Sources: SafeAILab's cnets1.py, vLLM's qwen3_next_mtp.py and mimo_mtp.py.

@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from workers.models.specs import DeltaSpec
+from workers.models.specs import DeltaSpec, MoeSpec
 
-_FAMILIES = {"qwen3_5", "qwen3_5_text"}
-_INSTEAD = "take a dense Qwen3.5, Qwen3.6 or Qwen3.8 (0.8B to 27B)"
+_FAMILIES = {"qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"}
+_INSTEAD = "take a Qwen3.5, Qwen3.6, Qwen3.8-27B or Qwen3-Next"
 _OTHERS = {
     "qwen4_exp": "its layers are not those of Qwen3.5 to 3.8, whatever its name says",
-    "qwen3_next": "mixtures of experts beside gated delta nets are not implemented",
-    "qwen3_5_moe": "mixtures of experts beside gated delta nets are not implemented",
-    "qwen3_5_moe_text": "mixtures of experts beside gated delta nets are not implemented",
     "olmo_hybrid": "its gated delta nets are of another kind",
     "kimi_linear": "delta nets with a gate for each width (KDA) are not implemented",
     "glm5_next": "delta nets with a gate for each width (KDA) are not implemented",
@@ -44,9 +41,26 @@ def check_hybrid(raw: dict[str, Any], path: Path) -> None:
         ("linear_conv_kernel_dim", {None, 4}),
         ("attn_output_gate", {None, True}),
         ("output_gate_type", {None, "swish"}),
+        ("decoder_sparse_step", {None, 1}),
+        ("norm_topk_prob", {None, True}),
     ):
         if (found := text.get(field)) not in others:
             raise ValueError(f"{path}: {field} {found!r} is not implemented; {_INSTEAD}")
+
+    if text.get("mlp_only_layers"):
+        raise ValueError(f"{path}: mlp_only_layers, which have no experts, are not implemented; {_INSTEAD}")
+
+
+def moe_spec(config: Any) -> MoeSpec | None:
+    """Return the experts of a transformers config; None for a dense model."""
+    if not getattr(config, "num_experts", None):
+        return None
+    return MoeSpec(
+        num_experts=config.num_experts,
+        num_chosen=config.num_experts_per_tok,
+        inner_size=config.moe_intermediate_size,
+        shared_size=config.shared_expert_intermediate_size,
+    )
 
 
 def delta_spec(config: Any, path: Path) -> DeltaSpec:

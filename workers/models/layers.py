@@ -224,7 +224,11 @@ class Mlp:
 
     def __call__(self, x_ND: Tensor) -> Tensor:
         """Apply the MLP to normalized x_ND; return [N, D] summed over the ranks, without the residual."""
-        return self.tp.all_reduce_(self.down(self.kernels.silu_mul(self.gate_up(x_ND))))
+        return self.tp.all_reduce_(self.share(x_ND))
+
+    def share(self, x_ND: Tensor) -> Tensor:
+        """Return this rank's share of that sum."""
+        return self.down(self.kernels.silu_mul(self.gate_up(x_ND)))
 
 
 def fused_linear(

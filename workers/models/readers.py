@@ -10,7 +10,7 @@ from typing import Any
 
 from workers.models.config_json import SUPPORTED_ARCHITECTURES, eos_ids, read_config, read_json
 from workers.models.head_layers import block_kind, num_mtp_layers
-from workers.models.hybrid_format import check_hybrid, delta_spec, is_hybrid, text_config
+from workers.models.hybrid_format import check_hybrid, delta_spec, is_hybrid, moe_spec, text_config
 from workers.models.quantization import read_quantization
 from workers.models.specs import ModelSpec
 
@@ -50,6 +50,7 @@ def read_spec(path: Path | str) -> ModelSpec:
         raise ValueError(f"{path}: activation {config.hidden_act!r} is not supported; supported: silu")
     bias, positions = bool(getattr(config, "attention_bias", False)), reach(config)
     has_delta, text = is_hybrid(raw), text_config(raw)
+    moe = moe_spec(config) if has_delta else None
     dtype = raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32"
     return ModelSpec(
         family=config.model_type if has_delta else family,
@@ -59,7 +60,7 @@ def read_spec(path: Path | str) -> ModelSpec:
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=moe.num_chosen * moe.inner_size + moe.shared_size if moe else config.intermediate_size,
         vocab_size=config.vocab_size,
         rms_norm_eps=config.rms_norm_eps,
         tie_embeddings=bool(whole.tie_word_embeddings),
@@ -71,6 +72,8 @@ def read_spec(path: Path | str) -> ModelSpec:
         attention_gate=has_delta,
         rope=rope_spec(config, is_partial=has_delta),
         delta=delta_spec(config, path) if has_delta else None,
+        moe=moe,
+        expert_share=moe.num_chosen / moe.num_experts if moe else 1.0,
         windows=_windows(config, family),
         max_position_embeddings=positions.default,
         max_scaled_positions=positions.most,

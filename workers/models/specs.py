@@ -73,6 +73,16 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """The mixture of experts in place of every MLP (`workers.models.moe`)."""
+
+    num_experts: int
+    num_chosen: int  # experts of a row
+    inner_size: int
+    shared_size: int  # of the expert that every row uses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A decoder-only model.
 
@@ -86,7 +96,7 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
+    intermediate_size: int  # of all experts of a row together
     vocab_size: int
     rms_norm_eps: float = 0.0
     tie_embeddings: bool = False
@@ -98,6 +108,7 @@ class ModelSpec:
     attention_gate: bool = False  # sigmoid of q_proj's other half multiplies each head's output
     rope: RopeSpec = RopeSpec(inv_freq=())
     delta: DeltaSpec | None = None
+    moe: MoeSpec | None = None
     windows: tuple[int | None, ...]  # per layer; None = full attention
     max_position_embeddings: int  # default of max_model_len
     max_scaled_positions: int  # upper limit of max_model_len, with rope scaling
@@ -267,11 +278,7 @@ def _layer_shapes(spec: ModelSpec, prefix: str, first_input: int | None = None) 
     shapes: Shapes = {}
     for number in range(spec.num_layers):
         wide = first_input if first_input is not None and number == 0 else hidden
-        layer: Shapes = {
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-        }
+        layer = _moe_shapes(spec.moe, hidden) if spec.moe else _mlp_shapes("mlp", inner, hidden)
         if delta is not None and number in delta.layers:
             values = delta.num_value_heads * delta.value_dim
             layer |= {
@@ -289,6 +296,22 @@ def _layer_shapes(spec: ModelSpec, prefix: str, first_input: int | None = None) 
                 "self_attn.o_proj": (hidden, heads),
             }
         shapes |= {f"{prefix}.{number}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _mlp_shapes(name: str, inner: int, hidden: int) -> Shapes:
+    return {
+        f"{name}.gate_proj": (inner, hidden),
+        f"{name}.up_proj": (inner, hidden),
+        f"{name}.down_proj": (hidden, inner),
+    }
+
+
+def _moe_shapes(moe: MoeSpec, hidden: int) -> Shapes:
+    shapes: Shapes = {"mlp.gate": (moe.num_experts, hidden), "mlp.shared_expert_gate": (1, hidden)}
+    shapes |= _mlp_shapes("mlp.shared_expert", moe.shared_size, hidden)
+    for number in range(moe.num_experts):
+        shapes |= _mlp_shapes(f"mlp.experts.{number}", moe.inner_size, hidden)
     return shapes
 
 

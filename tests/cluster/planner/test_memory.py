@@ -198,6 +198,20 @@ def test_a_hybrid_of_27b_has_states_beside_keys_and_values(tmp_path: Path) -> No
     assert "recurrent states take 155 MB of a verifier rank for each running request" in text
 
 
+def test_qwen3_next_80b_uses_3b_for_a_row(tmp_path: Path) -> None:
+    published = {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048, "head_dim": 256,
+        "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936,
+        "num_experts": 512, "num_experts_per_tok": 10, "dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    [shard] = model_shards(EngineConfig(model_path=str(tmp_path), dtype="bfloat16"))
+    assert shard.weight_bytes / 2 == pytest.approx(79.7e9, rel=0.01)
+    through = shard.matmul_items - shard.expert_items * (1 - shard.expert_share) + 151936 * 2048
+    assert through == pytest.approx(3.9e9, rel=0.03), "3 billion, and 0.6 in the embedding and the head"
+    assert shard.token_bytes == 24 * 1024 and 72 * 2**20 < shard.seat_bytes < 76 * 2**20
+
+
 def test_a_head_stored_as_a_pytorch_file_counts_like_one_in_safetensors(tmp_path: Path) -> None:
     target = checkpoints.write_model(tmp_path / "target", "llama")
     config = EngineConfig(model_path=str(target), dtype="bfloat16")

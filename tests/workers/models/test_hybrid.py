@@ -36,9 +36,22 @@ torch.set_num_threads(1)
 PAGE, SEATS = 16, 4
 
 
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": checkpoints.HYBRID_MOE,
+    "qwen3_next": checkpoints.HYBRID_MOE,
+}
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.write_hybrid(tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def any_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    return checkpoints.write_hybrid(folder, request.param, **MODELS[request.param])
 
 
 class Oracle:
@@ -124,8 +137,8 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert (actual - expected).abs().max().item() < 5e-4
 
 
-def test_prompts_and_chunks_have_the_logits_of_transformers(path: Path) -> None:
-    rng, oracle, model = random.Random(0), Oracle(path), load_decoder(path, read_spec(path))
+def test_prompts_and_chunks_have_the_logits_of_transformers(any_path: Path) -> None:
+    rng, oracle, model = random.Random(0), Oracle(any_path), load_decoder(any_path, read_spec(any_path))
     tokens = some_tokens(rng, 200)
     expected = oracle.logits(tokens)
     assert expected.std() > 1, "logits too flat to tell models apart"
@@ -238,8 +251,9 @@ def test_fp8_blocks_of_a_hybrid_are_read_by_section_and_head(tmp_path: Path) -> 
     [
         ({"model_type": "qwen4_exp", "architectures": ["Qwen4ForCausalLM"]}, "qwen4_exp is not supported: its layers"),
         ({"model_type": "kimi_linear"}, "KDA"),
-        ({"model_type": "qwen3_next"}, "mixtures of experts"),
-        ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim 3 is not implemented; take a dense Qwen3.5"),
+        ({"model_type": "qwen3_next", "mlp_only_layers": [1]}, "mlp_only_layers, which have no experts"),
+        ({"model_type": "qwen3_5_moe_text", "norm_topk_prob": False}, "norm_topk_prob False"),
+        ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim 3 is not implemented; take a Qwen3.5"),
         ({"attn_output_gate": False}, "attn_output_gate False"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid'"),
     ],

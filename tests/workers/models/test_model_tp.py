@@ -38,6 +38,7 @@ MODELS = {
     "qwen2": {"tie_word_embeddings": True, "vocab_size": 97},
     "qwen3": {"head_dim": 24},
 }
+HYBRID_MOES = ("qwen3_5_moe_text", "qwen3_next")
 
 
 def packed(first_slot: int = 0) -> AttentionMetadata:
@@ -65,7 +66,7 @@ def run_models(folder: Path, tp: TensorParallel) -> dict[str, Tensor]:
     results = {}
     metadata = packed()
     taps = torch.zeros(0)
-    for name in ("qwen3_5", *MODELS):
+    for name in ("qwen3_5", *HYBRID_MOES, *MODELS):
         decoder = load_decoder(folder / name, read_spec(folder / name), Runtime(tp=tp), tap_layers=(0, 1, 2))
         kv = decoder.new_kv_pool(8 * PAGE, num_seats=2)
         hidden = decoder.forward(tokens(), torch.from_numpy(metadata.slot_N), decoder.plan(metadata, PAGE), kv)
@@ -110,7 +111,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
     for name, overrides in MODELS.items():
         checkpoints.write_model(path / name, name, **overrides)
-    checkpoints.write_hybrid(path / "qwen3_5", linear_num_key_heads=4, linear_num_value_heads=8)
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    checkpoints.write_hybrid(path / "qwen3_5", **heads)
+    for name in HYBRID_MOES:
+        checkpoints.write_hybrid(path / name, name, **heads, **checkpoints.HYBRID_MOE)
     checkpoints.write_eagle3(
         path / "eagle3", draft_vocab_size=41, head_dim=20, num_hidden_layers=2, style="speculators"
     )
