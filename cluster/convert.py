@@ -16,7 +16,6 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from cluster.copying import copied
-from cluster.door import check_tensors
 from cluster.system.cores import num_cores
 from cluster.system.gpus import gpu_names
 from cluster.system.progress import Progress
@@ -123,6 +122,8 @@ def read_engine(args: EngineArgs, *, num_gpus: int | None = None) -> tuple[Engin
     sampling_defaults(args, config.model_path)  # report an invalid generation_config.json before anything starts
     draft_spec = None if draft is None else _read_draft(draft, spec)
     config, specs = replace(config, draft=draft, threads=_threads(args, config)), Specs(target=spec, draft=draft_spec)
+    from cluster.door import check_tensors  # imports torch
+
     check_tensors(args, config, specs)
     return config, specs
 

@@ -6,6 +6,7 @@ import ast
 import inspect
 import os
 import re
+import runpy
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ def models() -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     in_gguf = {*gguf.ARCHITECTURES.values(), "MistralForCausalLM"}  # which calls itself llama
-    rows = ["| architecture in config.json | decoder | block FP8 | GGUF |", "| --- | --- | --- | --- |"]
+    rows = ["| architecture in config.json | decoder | FP8 | GGUF |", "| --- | --- | --- | --- |"]
     for name in SUPPORTED_ARCHITECTURES:
         rows.append(f"| `{name}` | own | in 8 bits on GPUs | {'yes' if name in in_gguf else ''} |")
     for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] for model_type in TESTED):
@@ -218,8 +219,31 @@ def models() -> str:
         "transformers on one rank. [Models](../guides/models.md) has formats and exceptions, "
         "[limits](../guides/limits.md) what is missing.",
         "\n".join(rows),
+        *_published(),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _published() -> list[str]:
+    """Return the tables of published checkpoints that `tests/workers/models/test_published.py` reads."""
+    found = runpy.run_path(str(Path(__file__).parents[1] / "tests" / "support" / "published.py"))
+    targets = ["| model | ranks | command, or what is told |", "| --- | --- | --- |"]
+    for target in found["TARGETS"]:
+        told = f"refused: {target.told}" if target.told else f"`secateur serve {target.name}`"
+        targets.append(f"| {target.name} | {'' if target.told else target.ranks} | {told} |")
+    heads = ["| head | method | what to add to the command of its target, or what is told |", "| --- | --- | --- |"]
+    for head in found["HEADS"]:
+        added = f'`--speculative-config \'{{"model": "{head.name}"}}\'`'
+        heads.append(f"| {head.name} | `{head.method}` | {f'refused: {head.told}' if head.told else added} |")
+    return [
+        "## Published checkpoints",
+        "What becomes of them, by configurations in exactly the published layout (`tests/support/published.py`). Their "
+        "weights have not been here. Quantised ones load in every family, and equal their own dequantisation "
+        "(`tests/workers/models/test_quantization.py`).",
+        "\n".join(targets),
+        "## Published heads",
+        "\n".join(heads),
+    ]
 
 
 def command_line() -> str:

@@ -336,6 +336,28 @@ def test_missing_misshapen_and_unknown_tensors_are_named(tmp_path: Path) -> None
         load(path)
 
 
+def test_gpt_oss_with_an_eagle3_head_generates_what_transformers_generates(folder: Path, tmp_path: Path) -> None:
+    """Windows of 7 and sinks under trees, with the target on two ranks."""
+    head = checkpoints.write_eagle3(tmp_path / "head", style="speculators")
+    draft = DraftConfig(
+        method="eagle3", model_path=str(head), placement="colocated", tree=TreeConfig(num_speculative_tokens=12)
+    )
+    config = EngineConfig(
+        model_path=str(folder / "gpt-oss"), draft=draft, tensor_parallel_size=2, max_model_len=128, max_num_seqs=4,
+        step_timeout_s=120.0,
+    )  # fmt: skip
+    prompts = [random_tokens(12, seed=seed) for seed in (1, 2)]
+    with Runner(config) as runner:
+        answers = runner.run([GenerationJob(prompt=prompt, max_tokens=24) for prompt in prompts], concurrency=2)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([prompt])
+        expected = oracle(folder / "gpt-oss").generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        assert answer.tokens == expected[0, len(prompt) :].tolist()
+
+
 @pytest.fixture
 def runner(folder: Path) -> Iterator[Runner]:
     draft = DraftConfig(
