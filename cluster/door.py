@@ -82,8 +82,8 @@ def _hollow(name: str, folder: Path) -> Iterator[Path]:
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="secateur-headers-") as made:
-        for there in folder.iterdir():
-            (Path(made) / there.name).symlink_to(there.resolve())
+        for present in folder.iterdir():
+            (Path(made) / present.name).symlink_to(present.resolve())
         for file, header in headers_of(name, folder, wanted).items():
             _write_hollow(Path(made) / file, header)
         yield Path(made)

@@ -237,9 +237,9 @@ def _published() -> list[str]:
         heads.append(f"| {head.name} | `{head.method}` | {f'refused: {head.told}' if head.told else added} |")
     return [
         "## Published checkpoints",
-        "What becomes of them, by configurations in exactly the published layout (`tests/support/published.py`). Their "
-        "weights have not been here. Quantised ones load in every family, and equal their own dequantisation "
-        "(`tests/workers/models/test_quantization.py`).",
+        "What becomes of them, by smaller configurations of the same classes, fields and formats "
+        "(`tests/support/published.py`). Their weights have not been here. That quantised weights equal their format's "
+        "own dequantisation is tested with small random models (`tests/workers/models/test_quantization.py`).",
         "\n".join(targets),
         "## Published heads",
         "\n".join(heads),

@@ -1,4 +1,4 @@
-"""Published checkpoints and what becomes of them, by configurations of their shape. The reference's table is this one.
+"""Published checkpoints and what becomes of them, by smaller configurations. The reference's tables are these.
 
 TARGETS, HEADS                       rows: an id of the hub, what config.json says, and what is told if it is refused
 config_of(target) -> dict            the target's config.json, smaller
