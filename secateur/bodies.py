@@ -158,4 +158,4 @@ class Structure(NamedTuple):
     closes_objects: bool = True
     """Objects have no properties that the schema does not name, where it says nothing of them."""
     thought: tuple[str, str] | None = None
-    """The marks around reasoning before it (`workers.sampling.grammar.Thought`); None = it begins at once."""
+    """The marks around reasoning before it (`workers.sampling.grammar.ThoughtMarks`); None = it begins at once."""

@@ -25,7 +25,7 @@ from cluster.text.tool_calls import (
     reader_of_calls,
 )
 from secateur.requests import ChatCompletionRequest, SamplingRequest
-from workers.sampling.grammar import Thought
+from workers.sampling.grammar import ThoughtMarks
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class AnswerReaders:
         may_call = body.calls == "auto" and shows_special_tokens(self._call_format)
         return may_call or (self._marks is not None and self._marks.are_special)
 
-    def thought(self, body: SamplingRequest, prompt: Sequence[int]) -> Thought | None:
+    def thought(self, body: SamplingRequest, prompt: Sequence[int]) -> ThoughtMarks | None:
         """Return the marks around the reasoning that a structured answer may begin with; None = there is none.
 
         A prompt that ends with the closing mark has switched reasoning off.
@@ -199,7 +199,7 @@ class AnswerReaders:
             return None
         if body.continue_final_message or self._end_of(body, prompt).endswith(marks.closing):
             return None
-        return Thought("" if self._begins_inside(body, prompt) else marks.opening, marks.closing + marks.answer)
+        return ThoughtMarks("" if self._begins_inside(body, prompt) else marks.opening, marks.closing + marks.answer)
 
     def _begins_inside(self, body: ChatCompletionRequest, prompt: Sequence[int]) -> bool:
         """Return whether the answer begins with reasoning. One that continues a message with a structure does not."""

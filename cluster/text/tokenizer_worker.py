@@ -31,7 +31,7 @@ from cluster.errors import PromptError
 from cluster.system.fork_server import serve
 from cluster.text.tokenizer import Conversation, TextLimit, Tokenizer
 from secateur.bodies import Structure
-from workers.sampling.grammar import ONE_OF, GrammarError, Thought, TokenTable, grammar_text
+from workers.sampling.grammar import ONE_OF, GrammarError, ThoughtMarks, TokenTable, grammar_text
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ def _compiled(asked: Structure, table: TokenTable) -> str:
             if str(error) == ONE_OF:
                 raise
     if asked.thought is not None:
-        grammar = table.behind(Thought(*asked.thought), grammar)
+        grammar = table.behind(ThoughtMarks(*asked.thought), grammar)
         table.compile(grammar)
     return grammar
 

@@ -28,7 +28,7 @@ from workers.comm.ipc import Speculation, Submit, TokenChunk
 from workers.config import AcceptanceConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.models.load import load_decoder
 from workers.models.readers import read_spec
-from workers.sampling.grammar import Grammars, Thought, TokenTable, grammar_text
+from workers.sampling.grammar import Grammars, ThoughtMarks, TokenTable, grammar_text
 from workers.sampling.logits_state import unpack_logits_states
 from workers.sampling.sampler import draw
 from workers.settings import Constraints, SamplingSettings
@@ -82,7 +82,9 @@ def grammar(name: str) -> str:
     kind, source, _ = GRAMMARS[name]
     text = grammar_text(kind, source, whitespace="none")  # type: ignore[arg-type]
     return (
-        TokenTable(str(BUNDLED / "target"), 2048, ENDS).behind(Thought("", "\n"), text) if name == "thought" else text
+        TokenTable(str(BUNDLED / "target"), 2048, ENDS).behind(ThoughtMarks("", "\n"), text)
+        if name == "thought"
+        else text
     )
 
 

@@ -98,7 +98,7 @@ def _notation(kind: GrammarKind, source: Any, whitespace: Whitespace, closes_obj
         raise GrammarError("it is nested too deeply") from None
 
 
-class Thought(NamedTuple):
+class ThoughtMarks(NamedTuple):
     """The marks around reasoning that comes before a structure."""
 
     opening: str
@@ -142,7 +142,7 @@ class TokenTable:
             raise GrammarError(why if why and why != _NO_TOKEN else "no text matches it")
         return matcher
 
-    def behind(self, thought: Thought, grammar: str) -> str:
+    def behind(self, thought: ThoughtMarks, grammar: str) -> str:
         """Return the grammar of reasoning and then of a text of this grammar, behind at most two line breaks.
 
         Reasoning is any text without its closing mark, and no end token may come before the structure does.

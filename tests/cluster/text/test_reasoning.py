@@ -20,7 +20,7 @@ from tests.cluster.http.test_responses_api import events, writing
 from tests.cluster.http.test_structured_outputs import matches
 from tests.cluster.text.test_tool_calls import CALLED, CHAT, HERMES, TOOLS, copied_tokenizer
 from tests.support.fake_service import fake_service, stream
-from workers.sampling.grammar import Thought, TokenTable, grammar_text
+from workers.sampling.grammar import ThoughtMarks, TokenTable, grammar_text
 
 HI = {"role": "user", "content": "a"}
 TEMPLATE = (
@@ -318,7 +318,7 @@ def test_a_structure_of_gpt_oss_is_its_final_message(tmp_path: Path) -> None:
 
 def test_marks_may_be_special_tokens(tokenizer: Tokenizer) -> None:
     table = TokenTable(tokenizer.path, 2048, (0,))
-    grammar = table.behind(Thought("<|im_start|>thought\n", "<|pad|>"), grammar_text("choice", ["yes", "no"]))
+    grammar = table.behind(ThoughtMarks("<|im_start|>thought\n", "<|pad|>"), grammar_text("choice", ["yes", "no"]))
     for text, is_right in (
         ("<|im_start|>thought\nHm.<|pad|>\nyes", True),
         ("no", True),

@@ -30,7 +30,7 @@ from tests.support.grammars import TinyTable, allowed_by, state_of
 from tests.support.growing import grow
 from tests.support.oracles import Path, distance, product_law
 from verifier.acceptance.coupled import walk
-from workers.sampling.grammar import Grammars, Thought, grammar_text
+from workers.sampling.grammar import Grammars, ThoughtMarks, grammar_text
 from workers.sampling.grammar_masks import grammar_masks
 from workers.sampling.logits_edits import Columns, ConstrainedRow
 from workers.sampling.logits_processors import constrain
@@ -71,11 +71,11 @@ class Bound(NamedTuple):
 
 AT_ONCE = Bound(Constraints(grammar=TEXT), STRUCTURE)
 BEHIND_A_THOUGHT = Bound(
-    Constraints(grammar=TinyTable(TEXTS, [END]).behind(Thought("", "b"), TEXT)),
+    Constraints(grammar=TinyTable(TEXTS, [END]).behind(ThoughtMarks("", "b"), TEXT)),
     [f"{thought}b{text}" for thought in THOUGHTS for text in STRUCTURE],
 )
 MAYBE_A_THOUGHT = Bound(
-    Constraints(grammar=TinyTable(TEXTS, [END]).behind(Thought("b", "b"), TEXT)),
+    Constraints(grammar=TinyTable(TEXTS, [END]).behind(ThoughtMarks("b", "b"), TEXT)),
     STRUCTURE + [f"b{thought}b{text}" for thought in THOUGHTS for text in STRUCTURE],
 )
 bound = AT_ONCE
