@@ -34,7 +34,9 @@ _INSTEAD = (
 )
 _FLOAT8, _BYTE = "F8_E4M3", "U8"
 _UNREAD = (".input_scale", ".input_scale_ub", ".input_global_scale", ".weight_shape", ".input_zero_point")
-KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale", ".kv_scale", ".output_scale")
+_KV_SCALES = (
+    ".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_output_scale", "k_proj.output_scale", "v_proj.output_scale",
+)  # fmt: skip
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each output among the four-bit numbers of a word
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -299,9 +301,9 @@ def weights_of(stored: dict[str, Any], how: Quantization, path: Path) -> dict[st
     parts = {part for weight in found.values() for part in weight.parts}
     rest = {
         name: tensor for name, tensor in stored.items()
-        if name not in parts and not name.endswith(_UNREAD) and not name.endswith(KV_SCALES)
+        if name not in parts and not name.endswith(_UNREAD) and not name.endswith(_KV_SCALES)
     }  # fmt: skip
-    if any(name.endswith(KV_SCALES) for name in stored):
+    if any(name.endswith(_KV_SCALES) for name in stored):
         logger.info("%s: its scales for a KV cache in 8 bits are not used", path)
     return rest | {_logical_name(name): weight for name, weight in found.items()}
 
@@ -323,6 +325,8 @@ def _weight(name: str, stored: dict[str, Any], how: Quantization, path: Path) ->
 
     def made(scale: Any, parts: Sequence[str], **fields: Any) -> QuantizedWeight:
         weight = QuantizedWeight(**{"codes": codes, "scale": scale, "block": (), **fields})
+        if how.method == "NVFP4" and weight.is_fp4 and weight.global_scale is None:
+            raise ValueError(f"{path}: {name} has no global scale: fetch or copy the checkpoint again")
         present = tuple(own for own in (name, *parts) if own in stored)
         return replace(weight, block=_blocks(name, weight, how, path), parts=present)
 
@@ -354,7 +358,7 @@ def _weight(name: str, stored: dict[str, Any], how: Quantization, path: Path) ->
     names = [f"{name}_scale_inv", f"{name}_scale", f"{name}_scale_2", f"{name}_zero_point"]
     scale = part(*names[:2])
     kind = dtype_of(codes)
-    if kind == _FLOAT8 and scale is None and not name.endswith(("_scale", "_scale_inv")):
+    if kind == _FLOAT8 and scale is None and not name.endswith(("_scale", "_scale_inv")):  # NVFP4's scales are float8
         raise ValueError(f"{path}: float8 tensor {name!r} has no block scales {names[0]!r}")
     if (kind == _FLOAT8 and scale is not None) or (kind == "I8" and scale is not None):
         return made(scale, names, zero=part(names[3]))

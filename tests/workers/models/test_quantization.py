@@ -124,6 +124,18 @@ def test_modelopt_s_own_file_is_read_and_scales_of_its_cache_are_not(
 
 
 @pytest.mark.parametrize(
+    ("form", "part"),
+    [("ModelOpt NVFP4", "weight_scale_2"), ("compressed-tensors NVFP4", "weight_global_scale"), ("AWQ", "scales")],
+)
+def test_a_missing_part_is_an_error(tmp_path: Path, form: str, part: str) -> None:
+    path = checkpoints.write_model(tmp_path, "llama", **BLOCKS_OF_32)
+    quantized.quantize(path, form)
+    checkpoints.edit_weights(path, remove=(f"model.layers.0.mlp.up_proj.{part}",))
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj\.\w+ has no (global scale|scales)"):
+        Weights(path)
+
+
+@pytest.mark.parametrize(
     ("quantization", "message"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantized by bitsandbytes"),
