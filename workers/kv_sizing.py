@@ -66,7 +66,7 @@ def usable_pages(config: EngineConfig, fits: int) -> int:
     if pages < 1 + pages_per_request:
         instead = (
             "lower max_model_len, lower max_num_seqs or num_speculative_tokens, whose product determines the size of a "
-            "step's logits, or give more memory"
+            "step's logits and of what waits for verdicts in a hybrid's states, or give more memory"
             if config.num_pages is None
             else f"write num_pages={1 + pages_per_request} or more, or lower max_model_len"
         )
