@@ -149,16 +149,23 @@ def calls() -> Table:
         root = Path(folder)
         checkpoints.write_model(root / "target", "qwen2", num_hidden_layers=3)
         checkpoints.write_eagle3(root / "eagle3")
+        checkpoints.write_block(root / "dspark", num_hidden_layers=1)
         greedy = [SamplingSettings(temperature=0.0)] * 2
-        for name, tree, sampling in (
-            ("greedy", AUTO, greedy),
-            ("T=1", AUTO, [SamplingSettings(seed=seed) for seed in range(2)]),
-            ("top-k and top-p", AUTO, [SamplingSettings(top_p=0.9, top_k=20, seed=seed) for seed in range(2)]),
-            ("penalties", AUTO, [SamplingSettings(constraints=Constraints(presence_penalty=0.3))] * 2),
-            ("greedy, a chain of 5", TreeConfig(kind="chain", num_speculative_tokens=5), greedy),
-            ("greedy, without auto", DYNAMIC, greedy),
+        for name, method, tree, sampling in (
+            ("greedy", "eagle3", AUTO, greedy),
+            ("T=1", "eagle3", AUTO, [SamplingSettings(seed=seed) for seed in range(2)]),
+            (
+                "top-k and top-p",
+                "eagle3",
+                AUTO,
+                [SamplingSettings(top_p=0.9, top_k=20, seed=seed) for seed in range(2)],
+            ),
+            ("penalties", "eagle3", AUTO, [SamplingSettings(constraints=Constraints(presence_penalty=0.3))] * 2),
+            ("greedy, a chain of 5", "eagle3", TreeConfig(kind="chain", num_speculative_tokens=5), greedy),
+            ("greedy, without auto", "eagle3", DYNAMIC, greedy),
+            ("greedy, a DSpark head of one layer", "dspark", AUTO, greedy),
         ):
-            made = run(config_for(root, "eagle3", tree), jobs(sampling, "coupled"))
+            made = run(config_for(root, method, tree), jobs(sampling, "coupled"))
             yield [name, round(made.num_calls / made.num_steps, 1), made.num_steps]
 
 

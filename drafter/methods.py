@@ -19,12 +19,13 @@ from drafter.proposers.base import (
     head_graphs,
     head_tree_graphs,
 )
-from drafter.proposers.block import BlockHead, BlockProposer, ScratchPages
+from drafter.proposers.block import BlockHead
 from drafter.proposers.eagle import FcHead
-from drafter.proposers.eagle3 import Eagle3Head
+from drafter.proposers.eagle3 import Eagle3Head, PEagleHead
 from drafter.proposers.feature_head import FeatureHead
 from drafter.proposers.ngram import MatchLengths, NgramProposer
-from drafter.workspace import draft_workspace
+from drafter.proposers.one_pass import OnePassHead, OnePassProposer, ScratchPages
+from drafter.workspace import draft_workspace, pass_depth
 from workers.comm.groups import World
 from workers.config import DraftConfig
 from workers.cuda_graphs import can_capture, decoder_graphs
@@ -33,7 +34,7 @@ from workers.kv_cache import kv_dtype
 from workers.kv_sizing import agree_on_pages
 from workers.models.layers import Runtime
 from workers.models.load import load_decoder
-from workers.models.specs import BlockSpec, Specs
+from workers.models.specs import Eagle3Spec, Specs
 
 
 def load_proposer(world: World, specs: Specs, kernels: Kernels) -> Proposer:
@@ -83,15 +84,29 @@ def _load_head(kind: type[FeatureHead]) -> Callable[[World, DraftConfig, Specs, 
     return load
 
 
+def _load_eagle3(world: World, draft: DraftConfig, specs: Specs, kernels: Kernels) -> Proposer:
+    spec = specs.draft
+    assert isinstance(spec, Eagle3Spec)
+    if spec.mask_token_id is None:
+        return _load_head(Eagle3Head)(world, draft, specs, kernels)
+    head = PEagleHead.load(spec, draft.model_path, world.config.model_path, _runtime(world, kernels))
+    head.set_depth(pass_depth(spec, draft.tree))
+    return _one_pass_proposer(head, world, specs, kernels)
+
+
 def _load_block(world: World, draft: DraftConfig, specs: Specs, kernels: Kernels) -> Proposer:
-    config, spec = world.config, specs.draft
-    assert isinstance(spec, BlockSpec)
-    kv_type = kv_dtype(config, kernels, world.device)
-    head = BlockHead.load(spec, draft.model_path, config.model_path, _runtime(world, kernels))
+    head = BlockHead.load(specs.draft, draft.model_path, world.config.model_path, _runtime(world, kernels))
+    return _one_pass_proposer(head, world, specs, kernels)
+
+
+def _one_pass_proposer(head: OnePassHead, world: World, specs: Specs, kernels: Kernels) -> Proposer:
+    config, kv_type = world.config, kv_dtype(world.config, kernels, world.device)
     num_slots = _num_slots(world, specs, head.bytes_per_slot(kv_type))
-    scratch = ScratchPages(num_slots // config.page_size, config.page_size, spec.block_size)
+    scratch = ScratchPages(num_slots // config.page_size, config.page_size, head.num_behind)
     num_scratch = config.max_num_seqs * scratch.per_request * config.page_size
-    return BlockProposer(head, head.new_kv_pool(num_slots + num_scratch, kv_type), config.page_size, scratch)
+    kv = head.new_kv_pool(num_slots + num_scratch, kv_type)
+    graphs = head_graphs(head, kv, config, scratch.per_request) if _has_graphs(world, kernels) else None
+    return OnePassProposer(head, kv, config.page_size, scratch, graphs)
 
 
 _LOADERS: dict[str, Callable[[World, DraftConfig, Specs, Kernels], Proposer]] = {
@@ -99,7 +114,7 @@ _LOADERS: dict[str, Callable[[World, DraftConfig, Specs, Kernels], Proposer]] = 
     "draft_model": _load_model,
     "eagle": _load_head(FcHead),
     "mtp": _load_head(FcHead),
-    "eagle3": _load_head(Eagle3Head),
+    "eagle3": _load_eagle3,
     "dspark": _load_block,
     "dflash": _load_block,
 }

@@ -36,7 +36,7 @@ def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
     captured   a pass of the most rows, and apart from it the widest level of the most trees: a pass, its logits, and
                those of the roots
     eager      every node's feature; the larger of a pass without a graph and of a level that is grown without one; of a
-               block head every depth's logits and hidden states, and the keys and values of the blocks
+               head that drafts in one pass every depth's logits and hidden states, and its blocks' keys and values
     """
     if spec is None:
         return Workspace()
@@ -46,14 +46,19 @@ def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
     is_head = method.reads_features
     shape = PassShape.of(layers, ranks, is_head=is_head)
     H = layers.hidden_size * is_head  # of a feature
-    own = sizes(config) if method.has_graphs and may_capture(config) else []
+    own = sizes(config) if may_capture(config) else []
     most = max((size.rows for size in own), default=0)
     buffers = graph_bytes(shape, config, own, input_bytes=2 * 4 + H * item, widths=layers.hidden_size) + NOISE_BYTES
     captured = pass_bytes(shape, config, most)
 
     logits = V * (item + 4 + 8 * (ranks > 1))  # of a row: as multiplied, in float32, and gathered
     N = tree.num_speculative_tokens
-    if own and ranks == 1 and (trees := buckets(config.max_num_seqs, N, V)):
+    block_size = 0  # of heads that draft in one pass, whose trees are grown without a graph
+    if isinstance(spec, BlockSpec):
+        block_size = spec.block_size
+    elif spec.has_marginals:
+        block_size = pass_depth(spec, tree)
+    if own and ranks == 1 and not block_size and (trees := buckets(config.max_num_seqs, N, V)):
         B = trees[0]
         table = 4 * config.pages_for(config.max_model_len)
         buffers += B * (layers.hidden_size * item + 4 * V * (1 + tree.longest_path))
@@ -61,10 +66,10 @@ def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
         best = 16 * tree.num_children * -(-V // _BLOCK)
         captured += pass_bytes(shape, config, B * N) + B * N * (logits + 4 * V + best + cut_bytes(V)) + B * logits
     rows, kept = max_message_rows(config), config.max_num_seqs * config.tree_rows * H * item
-    if isinstance(spec, BlockSpec):
-        num_slots = config.max_num_seqs * spec.block_size
+    if block_size:
+        num_slots = config.max_num_seqs * block_size
         rows += num_slots
-        pages = config.max_num_seqs * scratch_pages(spec.block_size, config.page_size)
+        pages = config.max_num_seqs * scratch_pages(block_size, config.page_size)
         entry = 2 * layers.num_layers * max(1, layers.num_kv_heads // ranks) * layers.head_dim * config.kv_item_bytes
         kept = num_slots * (4 * -(-V // ranks) + H * item) + pages * config.page_size * entry
     eager_pass = pass_bytes(shape, config, rows) if rows > min(most, MOST_ROWS) else 0
@@ -76,6 +81,11 @@ def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
         eager=kept + max(eager_pass, level),
         libraries=LIBRARY_BYTES if config.device == "cuda" else 0,
     )
+
+
+def pass_depth(spec: DraftSpec, tree: TreeConfig) -> int:
+    """Return the tokens that a pass of a P-EAGLE head drafts for trees of this shape."""
+    return min(spec.max_depth or tree.longest_path, tree.longest_path)
 
 
 def scratch_pages(block_size: int, page_size: int) -> int:

@@ -244,7 +244,7 @@ class Speculative(Strict):
 def infer_method(model: str) -> str:
     """Return the method that a drafter's checkpoint tells, if it is in a folder, or its name implies, as in vLLM.
 
-    'eagle3' is checked first, so that 'eagle-heads/x-eagle3' is an EAGLE-3 head.
+    'eagle3' is checked first, so that 'eagle-heads/x-eagle3' is an EAGLE-3 head. P-EAGLE heads are, too.
     """
     name = model.lower()
     if _is_ngram(model):
@@ -253,7 +253,7 @@ def infer_method(model: str) -> str:
         return _canonical_method(model)
     if method := _method_of_folder(FilePath(model)):
         return method
-    if "eagle3" in name:
+    if any(kind in name for kind in ("eagle3", "p-eagle", "peagle")):
         return "eagle3"
     if kind := next((kind for kind in ("dspark", "dflash") if kind in name), None):
         return kind

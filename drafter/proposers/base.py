@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from drafter.proposers.feature_head import FeatureHead
+from drafter.proposers.feature_head import DraftHead, FeatureHead
 from drafter.tree.frontier import DraftVocabulary, Frontier, RootLogits, TreeRoots
 from drafter.tree.grow import DraftDistributions
 from drafter.tree.tree_graphs import TreeGraphs
@@ -74,10 +74,33 @@ def fed_attention(request: DraftRequest, slot_M: np.ndarray) -> AttentionMetadat
     )
 
 
-class FeatureProposer:
+Head = TypeVar("Head", bound=DraftHead)
+
+
+class HeadProposer(Generic[Head]):
+    """A head that reads the target's features, and its passes. graphs: see `head_graphs`; None = eager execution."""
+
+    tree_graphs: TreeGraphs | None = None
+
+    def __init__(self, head: Head, kv: KVPool, page_size: int, graphs: Graphs | None) -> None:
+        self.vocab = head.vocab
+        self.width = head.width  # of the features
+        self.graphs = graphs
+        self._head, self._kv, self._page_size = head, kv, page_size
+
+    def _run(self, tokens: Tensor, features: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
+        if self.graphs is not None:
+            return self.graphs(attention, tokens, features, positions)[0]
+        device = self._head.device
+        plan = self._head.plan(attention, self._page_size)
+        tokens, features, positions = (to_device(given, device) for given in (tokens, features, positions))
+        return self._head.forward(tokens, features, positions, plan, self._kv)
+
+
+class FeatureProposer(HeadProposer[FeatureHead]):
     """EAGLE and MTP heads: a committed token's feature comes from the target, a tree node's from its parent.
 
-    graphs: see `head_graphs`; None = eager execution. tree_graphs: see `head_tree_graphs`.
+    tree_graphs: see `head_tree_graphs`.
     """
 
     def __init__(
@@ -89,10 +112,8 @@ class FeatureProposer:
         graphs: Graphs | None = None,
         tree_graphs: TreeGraphs | None = None,
     ) -> None:
-        self.vocab = head.vocab
-        self.width = head.width  # of the features
-        self.graphs, self.tree_graphs = graphs, tree_graphs
-        self._head, self._kv, self._page_size, self._tree_rows = head, kv, page_size, tree_rows
+        super().__init__(head, kv, page_size, graphs)
+        self.tree_graphs, self._tree_rows = tree_graphs, tree_rows
         self._roots: TreeRoots
         self._root_GH: Tensor
         self._hidden_GRH: Tensor | None = None  # each node's feature for its children; None = not read yet
@@ -135,17 +156,14 @@ class FeatureProposer:
             return self._root_GH.new_zeros(0, self.vocab.size).float()
         return self._head.logits(self._root_GH)
 
-    def _run(self, tokens: Tensor, features: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
-        if self.graphs is not None:
-            return self.graphs(attention, tokens, features, positions)[0]
-        device = self._head.device
-        plan = self._head.plan(attention, self._page_size)
-        tokens, features, positions = (to_device(given, device) for given in (tokens, features, positions))
-        return self._head.forward(tokens, features, positions, plan, self._kv)
 
+def head_graphs(
+    head: DraftHead, kv: KVPool, config: EngineConfig, num_more_pages: int = 0, *, is_captured: bool = True
+) -> Graphs:
+    """Capture a head's forward pass, (tokens_M, features_MH, positions_M) -> (hidden_MH,), for fed rows and levels.
 
-def head_graphs(head: FeatureHead, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> Graphs:
-    """Capture a head's forward pass, (tokens_M, features_MH, positions_M) -> (hidden_MH,), for fed rows and levels."""
+    num_more_pages: behind those of the longest request.
+    """
 
     def run(plan: AttentionPlan, tokens_M: Tensor, features_MH: Tensor, positions_M: Tensor) -> tuple[Tensor]:
         return (head.forward(tokens_M, features_MH, positions_M, plan, kv),)
@@ -156,7 +174,7 @@ def head_graphs(head: FeatureHead, kv: KVPool, config: EngineConfig, *, is_captu
         partial(head.plan, page_size=config.page_size),
         (one, torch.zeros(1, head.width, dtype=head.dtype, device=head.device), one),
         buckets=sizes(config),
-        table_width=config.pages_for(config.max_model_len),
+        table_width=config.pages_for(config.max_model_len) + num_more_pages,
         is_captured=is_captured,
     )
 

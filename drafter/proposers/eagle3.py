@@ -10,24 +10,31 @@ Legend: M packed rows, H draft hidden width. For a row with token t and feature 
 
 g is fc(target features of the token before t) for committed tokens, and the parent's own `out` for tree nodes. The
 caller ensures the alignment: the entry for token j lives in KV slot j with rotary position j - 1; slot 0 stays empty.
+
+P-EAGLE (AWS; vllm-project/speculators) is the same network, with D - 1 rows of a mask token behind the newest token's.
+Their feature is learned. Attention is causal, so the newest token's row predicts depth 1, as in EAGLE-3, and each mask
+row the next depth: one distribution per depth, that of its most likely path.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafter.proposers.feature_head import FeatureHead, load_embedding, load_target_ids, load_vocab_head
+from drafter.proposers.one_pass import Block, OnePassHead, causal
 from workers.kernels.select import AttentionPlan
 from workers.kv_cache import KVPool
 from workers.models.checkpoint import Weights
 from workers.models.decoder import DecoderLayer
 from workers.models.eagle3_format import canonical_name
-from workers.models.fusion import EAGLE3_TENSORS
+from workers.models.fusion import EAGLE3_TENSORS, load_fusion
 from workers.models.layers import Attention, Mlp, RankWeights, gather_vocab
 from workers.models.specs import Eagle3Spec
+from workers.types import AttentionMetadata
 
 
 class Eagle3Head(FeatureHead):
@@ -87,3 +94,30 @@ class Eagle3Head(FeatureHead):
         if not self.spec.norm_output:
             hidden_MH = self.kernels.rms_norm(hidden_MH, self._final_norm_H, self.spec.layers.rms_norm_eps)
         return gather_vocab(self._head(hidden_MH), self.tp, self.spec.draft_vocab_size)
+
+
+class PEagleHead(Eagle3Head, OnePassHead):
+    """One rank's shard of a P-EAGLE head; `set_depth` follows."""
+
+    def __init__(self, spec: Eagle3Spec, weights: RankWeights, target: Weights) -> None:
+        super().__init__(spec, weights, target)
+        fusion = load_fusion(weights.path, spec, weights.device, weights.dtype)
+        assert fusion is not None and spec.mask_token_id is not None
+        self.mask_token_id = spec.mask_token_id
+        mask_1X, width = weights.get("mask_hidden").view(1, -1), spec.matrix_shapes()["fc.weight"][1]
+        if mask_1X.shape[1] != width:
+            raise ValueError(f"{weights.path}: mask_hidden has {mask_1X.shape[1]} values, this target needs {width}")
+        self.feature_1H = fusion(mask_1X)
+
+    def set_depth(self, depth: int) -> None:
+        """Draft so many tokens in a pass: as many as trees have levels, at most what its spec says."""
+        self.depth, self.num_behind = depth, depth - 1
+
+    def plan(self, metadata: AttentionMetadata, page_size: int, into: Any = None, **options: Any) -> AttentionPlan:
+        """See `PagedModel`."""
+        return super().plan(causal(metadata), page_size, into, **options)
+
+    @torch.inference_mode()
+    def block(self, hidden_GDH: Tensor) -> Block:
+        """See `OnePassHead`."""
+        return Block(hidden_GDH, self.logits(hidden_GDH.flatten(0, 1)).unflatten(0, hidden_GDH.shape[:2]))

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from drafter.tree.frontier import DraftVocabulary
-from workers.kernels.select import AttentionPlan
 from workers.kv_cache import KVPool
 from workers.models.base import PagedModel
 from workers.models.checkpoint import Weights, text_name
@@ -25,7 +24,7 @@ from workers.models.rope import Rope
 from workers.models.specs import ModelSpec, check_parallel
 
 
-class DraftHead(PagedModel):
+class DraftHead(PagedModel, ABC):
     """One rank's share of a head. layers: the shapes of its decoder layers. target_ids: of a reduced vocabulary."""
 
     first_slot: ClassVar[int] = 1
@@ -64,24 +63,24 @@ class DraftHead(PagedModel):
         """Return True for a tensor that may be in the checkpoint and that the drafter does not read."""
         return False
 
-
-class FeatureHead(DraftHead, ABC):
-    """A head that drafts the next token alone: EAGLE and MTP."""
-
     @abstractmethod
-    def forward(
-        self, tokens_M: Tensor, features_MH: Tensor, positions_M: Tensor, plan: AttentionPlan, kv: KVPool
-    ) -> Tensor:
+    def forward(self, tokens_M: Tensor, features_MH: Tensor, positions_M: Tensor, plan: Any, kv: KVPool) -> Tensor:
         """Run one packed forward pass and write every row's key and value into `kv`.
 
         Args:
             tokens_M: int32 or int64 target token ids.
             features_MH: the target's feature of the token before each row, or the parent's output; any float dtype.
             positions_M: rotary positions, one less than the tokens' own.
+            plan: the result of `plan` for these rows.
 
         Returns:
-            [M, H] features for the rows' children, which `logits` takes too; equal on every rank.
+            [M, H] what the logits are computed from, and the features for the rows' children where a head drafts the
+            next token alone; equal on every rank.
         """
+
+
+class FeatureHead(DraftHead):
+    """A head that drafts the next token alone: EAGLE and MTP."""
 
     @abstractmethod
     def logits(self, hidden_MH: Tensor) -> Tensor:

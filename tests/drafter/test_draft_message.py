@@ -13,8 +13,9 @@ import torch
 
 from drafter.drafter import Drafter
 from drafter.proposers.base import DraftModelProposer, FeatureProposer, Proposer
-from drafter.proposers.block import BlockHead, BlockProposer, ScratchPages
+from drafter.proposers.block import BlockHead
 from drafter.proposers.ngram import MatchLengths, NgramProposer
+from drafter.proposers.one_pass import OnePassProposer, ScratchPages
 from drafter.tree.policy import make_tree_policy
 from tests.support import checkpoints
 from tests.support.draft_costs import FREE
@@ -46,11 +47,11 @@ def block_head() -> BlockHead:
         return checkpoints.load_block(checkpoints.write_bigrams(Path(folder), BUNDLED / "target"), BUNDLED / "target")
 
 
-def dspark() -> BlockProposer:
+def dspark() -> OnePassProposer:
     head = block_head()
     scratch = ScratchPages(NUM_PAGES, PAGE, head.spec.block_size)
     num_pages = NUM_PAGES + len(ASKED) * scratch.per_request
-    return BlockProposer(head, head.new_kv_pool(num_pages * PAGE), PAGE, scratch)
+    return OnePassProposer(head, head.new_kv_pool(num_pages * PAGE), PAGE, scratch)
 
 
 def draft_model() -> DraftModelProposer:

@@ -8,6 +8,7 @@ only if every committed row and tree node gets the right feature with its token.
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -136,6 +137,16 @@ def bigrams(folder: Path, tree: TreeConfig, **options: int) -> EngineConfig:
     return replace(engine(BUNDLED / "target", draft), max_model_len=512, **options)  # type: ignore[arg-type]
 
 
+def peagle(folder: Path, tree: TreeConfig, **options: int) -> EngineConfig:
+    """Draft with the bundled EAGLE-3 head, whose mask rows know nothing."""
+    head = shutil.copytree(BUNDLED / "eagle3", folder / "head")
+    checkpoints.edit_config(head, ptd_token_id=4)
+    checkpoints.edit_weights(head, add={"mask_hidden": torch.ones(1, 1, 3 * 192)})
+    size = options.pop("draft_tp", 1)
+    draft = DraftConfig(method="eagle3", model_path=str(head), tensor_parallel_size=size, tree=tree)
+    return replace(engine(BUNDLED / "target", draft), max_model_len=512, **options)  # type: ignore[arg-type]
+
+
 METHODS: dict[str, Callable[[Path], EngineConfig]] = {
     "dspark of the bundled target": lambda folder: bigrams(folder, TREE),
     "dspark of the bundled target, pruned, TP 2, draft TP 2": lambda folder: bigrams(
@@ -143,6 +154,10 @@ METHODS: dict[str, Callable[[Path], EngineConfig]] = {
     ),
     "dspark": lambda folder: block_head(folder, "deepspec", 2, 64),  # the anchor's slot predicts, and sees one feature
     "dflash": lambda folder: block_head(folder, "z-lab", 3, 0),  # the slot behind it does
+    "p-eagle of the bundled target": lambda folder: peagle(folder, TREE),
+    "p-eagle of the bundled target, TP 2, draft TP 2": lambda folder: peagle(
+        folder, TREE, tensor_parallel_size=2, draft_tp=2
+    ),
     "ngram": ngram,
     "eagle": eagle,
     "mtp of a Qwen3, chain": qwen3,

@@ -133,6 +133,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     windowed = checkpoints.sliding(9, "full_attention", "sliding_attention", "full_attention")
     checkpoints.write_model(root / "target", "qwen2", num_hidden_layers=3, **windowed)
     checkpoints.write_eagle3(root / "eagle3")
+    checkpoints.write_eagle3(root / "peagle", parallel={"ptd_token_id": 2}, num_hidden_layers=2)
     checkpoints.write_block(
         root / "dspark", block_size=4, **checkpoints.sliding(5, "sliding_attention", "full_attention")
     )
@@ -275,7 +276,9 @@ def config_for(models: Path, method: str, tree: TreeConfig, **options: object) -
         max_num_seqs=2,
         max_num_batched_tokens=32,
         num_pages=40,
-        draft=DraftConfig(method=method, model_path=path, placement="colocated", tree=tree, **lookup),  # type: ignore[arg-type]
+        draft=DraftConfig(
+            method={"peagle": "eagle3"}.get(method, method), model_path=path, placement="colocated", tree=tree, **lookup
+        ),  # type: ignore[arg-type]
         **options,  # type: ignore[arg-type]
     )
 
@@ -395,6 +398,7 @@ def test_a_steps_tokens_are_sent_while_the_next_step_is_computed(
         ("ngram", CHAIN, {}),
         ("eagle3", AUTO, {"kv_cache_dtype": "fp8"}),
         ("dspark", DYNAMIC, {}),
+        ("peagle", AUTO, {}),
         pytest.param("draft_model", DYNAMIC, {"kv_cache_dtype": "fp8", "kernels": "torch"}, marks=pytest.mark.full),
     ],
     ids=[
@@ -405,6 +409,7 @@ def test_a_steps_tokens_are_sent_while_the_next_step_is_computed(
         "ngram",
         "fp8-kv",
         "dspark",
+        "peagle",
         "fp8-kv-torch-kernels",
     ],
 )

@@ -48,6 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoints.write_model(root / "target", "qwen3", num_hidden_layers=3, **WIDE)
     checkpoints.write_model(root / "draft_model", "llama", num_hidden_layers=1, seed=1, **WIDE)
     checkpoints.write_eagle3(root / "eagle3", draft_vocab_size=1500, **WIDE)
+    checkpoints.write_eagle3(root / "peagle", parallel={"ptd_token_id": 2}, draft_vocab_size=1500, **WIDE)
     checkpoints.write_block(root / "dspark", style="specforge", draft_vocab_size=1500, **WIDE)
     return root
 
@@ -57,7 +58,12 @@ def config_of(models: Path, method: Any, tree: TreeConfig = TREE, **options: Any
     return EngineConfig(
         model_path=str(models / "target"),
         device="cuda",
-        draft=DraftConfig(method=method, model_path=str(models / method), placement="colocated", tree=tree),
+        draft=DraftConfig(
+            method={"peagle": "eagle3"}.get(method, method),
+            model_path=str(models / method),
+            placement="colocated",
+            tree=tree,
+        ),
         **settings | options,
     )
 
@@ -210,7 +216,7 @@ def test_a_drafter_takes_what_was_counted(
 
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["greedy", "coupled", "sampled"])
-@pytest.mark.parametrize("method", ["eagle3", "dspark"])
+@pytest.mark.parametrize("method", ["eagle3", "dspark", "peagle"])
 def test_levels_without_a_graph_take_what_was_counted(
     models: Path, monkeypatch: pytest.MonkeyPatch, method: str, which: int
 ) -> None:

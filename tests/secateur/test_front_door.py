@@ -72,7 +72,7 @@ WRONG = [
     ("serve -sc '{}'", "speculative_config: has no keys. Give 'model'"),
     ("""serve -sc '{"method": "eagel3", "model": "o/x"}'""", "no method 'eagel3' (did you mean 'eagle3'?)"),
     ("""serve -sc '{"method": "EAGLE3", "model": "o/x"}'""", "no method 'EAGLE3' (did you mean 'eagle3'?)"),
-    ("""serve -sc '{"method": "p_eagle", "model": "o/x"}'""", "write 'eagle3' with an EAGLE-3 head"),
+    ("""serve -sc '{"method": "p_eagle", "model": "o/x"}'""", "write 'eagle3', which reads P-EAGLE heads too"),
     ("""serve -sc '{"method": "suffix"}'""", "write 'ngram', which drafts from the prompt and the answer"),
     ("""serve -sc '{"method": "medusa", "model": "o/x"}'""", "write 'eagle3' with an EAGLE-3 head, or 'draft_model'"),
     ("""serve -sc '{"method": "eagle3"}'""", "method 'eagle3' needs a model; give the drafter's folder or id"),

@@ -364,9 +364,13 @@ def write_eagle3(
     qk_norm: bool = False,
     num_hidden_layers: int = 1,
     aux_layer_ids: tuple[int, ...] | None = None,
+    parallel: dict[str, Any] | None = None,
     **overrides: Any,
 ) -> Path:
-    """Write a random EAGLE-3 head whose config fields default to those of `write_model`."""
+    """Write a random EAGLE-3 head whose config fields default to those of `write_model`.
+
+    parallel: fields that only a P-EAGLE head has; None = EAGLE-3.
+    """
     path.mkdir(parents=True, exist_ok=True)
     config = {**BASE, **overrides}
     hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
@@ -400,6 +404,8 @@ def write_eagle3(
         shapes |= {f"fc_norm.{i}.weight": (target_hidden,) for i in range(3)}
     if norm_before_fc:
         shapes["input_norm.weight"] = (3 * target_hidden,)
+    if parallel is not None:
+        shapes["mask_hidden"] = (1, 1, 3 * target_hidden)
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: randomise(shape, name, generator) for name, shape in shapes.items()}
     if draft_vocab < vocab:
@@ -444,6 +450,7 @@ def write_eagle3(
                 "eagle_aux_hidden_state_layer_ids": list(aux_layer_ids) if aux_layer_ids else None,
                 **flags,
             }
+    config |= parallel or {}
     (path / "config.json").write_text(json.dumps(config))
     return path
 

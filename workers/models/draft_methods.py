@@ -30,12 +30,11 @@ class DraftMethod:
     """What everyone but the drafter itself must know of a method.
 
     weights: in a checkpoint of its own, in the target's, or none at all. reads_features: each input token comes with
-    the target's hidden state of the token before it. has_graphs: on GPUs its passes are CUDA graphs.
+    the target's hidden state of the token before it.
     """
 
     weights: Literal["own", "target", "none"]
     reads_features: bool = False
-    has_graphs: bool = True
     check: Callable[[dict[str, Any], Path], None] | None = None
     """Raises ValueError if the config.json with the weights is of another kind. None only without weights."""
     read_spec: Callable[[str, ModelSpec], DraftSpec] | None = None
@@ -68,13 +67,7 @@ def _read_draft_model(path: str, target: ModelSpec) -> DraftSpec:
     return spec
 
 
-_BLOCK_HEAD = DraftMethod(
-    weights="own",
-    reads_features=True,
-    has_graphs=False,
-    check=check_dspark,
-    read_spec=read_block_spec,
-)
+_BLOCK_HEAD = DraftMethod(weights="own", reads_features=True, check=check_dspark, read_spec=read_block_spec)
 
 METHODS = {
     "ngram": DraftMethod(weights="none"),

@@ -2,6 +2,9 @@
 
 Formats: (a) SafeAILab (`midlayer.*`, LlamaConfig fields), (b) SpecForge / SGLang (same tensors, `eagle_config` with
 layer ids counted AFTER a layer), (c) vLLM speculators (`layers.0.*`, `transformer_layer_config`, EAGLE-3.1's flags).
+
+P-EAGLE heads come in all three. They also name a mask token, under one of `MASK_FIELDS`, and have the tensor
+`mask_hidden`, the features of its rows.
 """
 
 from __future__ import annotations
@@ -10,8 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from workers.models.config_json import read_config
-from workers.models.head_layers import check_eagle3, head_layers
+from workers.models.head_layers import MASK_FIELDS, check_eagle3, head_layers, is_parallel
 from workers.models.specs import Eagle3Spec, ModelSpec
+
+_DEPTH_FIELDS = ("num_depths", "para_num")
 
 
 def default_tap_layers(num_layers: int) -> tuple[int, int, int]:
@@ -58,7 +63,23 @@ def read_eagle3_spec(path: Path | str, target: ModelSpec) -> Eagle3Spec:
         input_norm=bool(raw.get("norm_before_fc", False)),
         fc_norm=bool(raw.get("fc_norm", False)),
         norm_output=bool(raw.get("norm_output", False)),
+        **_mask(raw, vocab_size, path),
     )
+
+
+def _mask(raw: dict[str, Any], vocab_size: int, path: Path) -> dict[str, int | None]:
+    """Return the fields of `Eagle3Spec` that only P-EAGLE sets."""
+    if not is_parallel(raw):
+        return {}
+    mask = next((raw[name] for name in MASK_FIELDS if raw.get(name) is not None), None)
+    if type(mask) is not int or not 0 <= mask < vocab_size:
+        raise ValueError(
+            f"{path}: the mask token of a P-EAGLE head is {mask}; write the one that it was trained with as "
+            f"mask_token_id in config.json, 0 to {vocab_size - 1}"
+        )
+    proposals = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    depths = [*(raw.get(name) for name in _DEPTH_FIELDS), proposals[0].get("speculative_tokens")]
+    return {"mask_token_id": mask, "max_depth": next((depth for depth in depths if depth), None)}
 
 
 def _layer_kind(inner: dict[str, Any], path: Path) -> Literal["llama", "qwen3"]:

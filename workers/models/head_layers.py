@@ -14,6 +14,8 @@ INSTEAD_OF_MTP = "use 'eagle3', 'draft_model' or 'ngram'"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _BLOCK_TYPES = ("dspark", "dflash")
 _BLOCK_ARCHITECTURES = {"Qwen3DSparkModel", "DSparkDraftModel", "DFlashDraftModel"}
+MASK_FIELDS = ("mask_token_id", "ptd_token_id", "pard_token")
+"""Names of the mask token of a P-EAGLE head."""
 _NOT_THE_LAYERS = ("architectures", "model_type", "transformers_version", "quantization_config")
 
 
@@ -69,8 +71,15 @@ def check_eagle3(raw: dict[str, Any], path: Path) -> None:
             f"{path} drafts several tokens at once with parallel heads (parallel_draft_step), which is not supported: "
             "take a head that drafts one after the other, or a DSpark or DFlash head"
         )
-    if "draft_vocab_size" not in raw and not any("Eagle3" in name for name in raw.get("architectures") or []):
+    is_named = any("Eagle3" in name for name in raw.get("architectures") or []) or is_parallel(raw)
+    if "draft_vocab_size" not in raw and not is_named:
         raise ValueError(f"{path} is not an EAGLE-3 head: its config.json has no draft_vocab_size")
+
+
+def is_parallel(raw: dict[str, Any]) -> bool:
+    """Return whether the config.json of an EAGLE-3 head describes P-EAGLE, which drafts several tokens in one pass."""
+    names = [*(raw.get("architectures") or ()), raw.get("speculators_model_type") or ""]
+    return any("peagle" in name.lower() for name in names) or any(raw.get(name) is not None for name in MASK_FIELDS)
 
 
 def num_mtp_layers(raw: dict[str, Any]) -> int:
@@ -84,11 +93,11 @@ def _check_eagle_kind(raw: dict[str, Any], path: Path) -> None:
     if kind := block_kind(raw):
         raise ValueError(f"{path} is a head that drafts a block in one pass: write method {kind!r}")
     speculator = raw.get("speculators_model_type", "eagle3")
-    if speculator != "eagle3":
+    if speculator not in ("eagle3", "peagle"):
         raise ValueError(
-            f"{path} is a head of type {speculator!r} in the format of speculators, of which 'eagle3', 'dspark' and "
-            "'dflash' are supported; for EAGLE-1/2 use the checkpoint that it was converted from, in SafeAILab's "
-            "layout, with method 'eagle'"
+            f"{path} is a head of type {speculator!r} in the format of speculators, of which 'eagle3', 'peagle', "
+            "'dspark' and 'dflash' are supported; for EAGLE-1/2 use the checkpoint that it was converted from, in "
+            "SafeAILab's layout, with method 'eagle'"
         )
 
 

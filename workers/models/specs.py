@@ -12,8 +12,8 @@ Reading them needs transformers, whose import takes 3 s and 190 MB; so the ranks
 
 Every description of a drafter says the same things of it: `layers`, the shapes of its decoder layers; `tap_layers`,
 where the target's states are captured for it; `draft_vocab_size`; `matrix_shapes`; `max_depth`, how many tokens one
-pass drafts (None = a pass drafts one, and any number of them follow); and `has_marginals`, whether what it says of a
-depth is the same below every node.
+pass drafts (None = as many as a tree has levels, in one pass or in several); and `has_marginals`, whether what it says
+of a depth is the same below every node.
 
 Importing this module imports neither torch nor transformers.
 """
@@ -159,7 +159,7 @@ class TransformersSpec(ModelSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Spec:
-    """An EAGLE-3 head. H = hidden width, D = target_hidden_size."""
+    """An EAGLE-3 or P-EAGLE head. H = hidden width, D = target_hidden_size."""
 
     layers: ModelSpec  # the first reads embedding and feature, the others are plain; the vocabulary is the target's
     target_hidden_size: int
@@ -169,9 +169,13 @@ class Eagle3Spec:
     input_norm: bool  # one RMSNorm over the 3 D features before fc
     fc_norm: bool  # one RMSNorm per D-wide feature before fc
     norm_output: bool  # the next level's feature is norm(out) instead of out
+    mask_token_id: int | None = None  # of P-EAGLE, which drafts several tokens in one pass; None = EAGLE-3
+    max_depth: int | None = None  # tokens that a pass of P-EAGLE was trained to draft
 
-    max_depth: ClassVar[int | None] = None
-    has_marginals: ClassVar[bool] = False
+    @property
+    def has_marginals(self) -> bool:
+        """Whether the distribution at a depth does not depend on the token before it."""
+        return self.mask_token_id is not None
 
     def matrix_shapes(self) -> Shapes:
         """Return the matrices of its checkpoint, without an embedding, which may be the target's."""

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from drafter.drafter import Drafter, warm_up_requests
-from drafter.proposers.block import BlockProposer, ScratchPages
+from drafter.proposers.base import head_graphs
+from drafter.proposers.one_pass import OnePassProposer, ScratchPages
 from drafter.tree.frontier import Frontier
 from drafter.tree.policy import make_tree_policy
 from tests.support import checkpoints
@@ -79,17 +80,22 @@ def feed(histories: list[list[int]], features: list[Tensor], start: list[int], s
     )
 
 
-def proposer_of(path: Path, target: Path) -> BlockProposer:
+def proposer_of(path: Path, target: Path, *, is_padded: bool = False) -> OnePassProposer:
+    """is_padded: whether passes run as in graphs, context rows among them."""
     head = checkpoints.load_block(path, target)
     scratch = ScratchPages(PAGES, PAGE, head.spec.block_size)
     kv = head.new_kv_pool((PAGES + 2 * scratch.per_request) * PAGE)
     with torch.inference_mode():
         kv.data.fill_(7.0)  # reading slot 0 or an unwritten slot changes the result
-    return BlockProposer(head, kv, PAGE, scratch)
+    config = EngineConfig(model_path=str(target), page_size=PAGE, max_num_seqs=2, max_model_len=16)
+    graphs = head_graphs(head, kv, config, scratch.per_request, is_captured=False) if is_padded else None
+    return OnePassProposer(head, kv, PAGE, scratch, graphs)
 
 
+@pytest.mark.parametrize("is_padded", [False, True], ids=["as it is", "padded as in graphs"])
 @pytest.mark.parametrize("name", HEADS)
-def test_a_head_equals_the_published_formulas(tmp_path: Path, target: Path, name: str) -> None:
+@torch.inference_mode()
+def test_a_head_equals_the_published_formulas(tmp_path: Path, target: Path, name: str, is_padded: bool) -> None:
     """Prompts in chunks, then two steps in which both requests grow a tree behind more committed tokens."""
     path = checkpoints.write_block(tmp_path, **HEADS[name])
     plain = PlainBlock(path, target, from_anchor=name not in OWN_SLOT)
@@ -105,7 +111,7 @@ def test_a_head_equals_the_published_formulas(tmp_path: Path, target: Path, name
     for own, expected in zip(features, contexts, strict=True):
         assert_close(own, expected)
 
-    proposer = proposer_of(path, target)
+    proposer = proposer_of(path, target, is_padded=is_padded)
     assert proposer.extend(feed(tokens, features, [1, 1], [7, 3])).shape == (0, len(plain.target_ids))
     start = [7, 3]
     for stop in ([12, 8], [15, 11]):
@@ -144,7 +150,7 @@ def test_sampled_children_come_with_the_published_law_at_every_node(tmp_path: Pa
     """The law that travels with a tree, by which `rejection` tests children, is softmax(base + bias) of each parent."""
     path = checkpoints.write_block(tmp_path, **HEADS[name])
     plain = PlainBlock(path, target, from_anchor=name not in OWN_SLOT)
-    proposer = proposer_of(path, target)
+    proposer, spec = proposer_of(path, target), read_block_spec(path, read_spec(target))
     config = EngineConfig(
         model_path=str(target), draft=DraftConfig(method="dspark", model_path=str(path)), page_size=PAGE
     )
@@ -155,12 +161,12 @@ def test_sampled_children_come_with_the_published_law_at_every_node(tmp_path: Pa
         offsets=torch.tensor([0, 4], dtype=torch.int32),
         token_M=torch.tensor(tokens[1:], dtype=torch.int32),
         page_table_BP=torch.tensor([[9, 2, 11]], dtype=torch.int32),
-        features_MH=load_fusion(path, proposer._head.spec)(taps),
+        features_MH=load_fusion(path, spec)(taps),
         sampling=SamplingBatch.stack([SamplingSettings(temperature=4.0, seed=7)]),
     )
-    is_leafy = proposer._head.spec.has_marginals
+    is_leafy = spec.has_marginals
     policy = make_tree_policy(TreeConfig(), has_leaf_siblings=is_leafy)
-    reply = Drafter(proposer, policy, max_depth=proposer._head.spec.max_depth).draft(sampled)
+    reply = Drafter(proposer, policy, max_depth=spec.max_depth).draft(sampled)
     assert reply.probs is not None and reply.trees.depth_N.max() > 1
     paths = paths_of(reply.trees)
     seen = 0
@@ -191,7 +197,7 @@ def test_a_large_tree_grows_to_the_block_s_depth_and_no_further(
 ) -> None:
     path = checkpoints.write_block(tmp_path, **HEADS[name])
     proposer = proposer_of(path, target)
-    spec = proposer._head.spec
+    spec = read_block_spec(path, read_spec(target))
     tree = TreeConfig(num_speculative_tokens=60, max_depth=20, max_children=4)
     config = EngineConfig(
         model_path=str(target),

@@ -386,7 +386,7 @@ def test_a_null_field_counts_as_absent(tmp_path: Path, target: Path, qk_norm: bo
         (drop("layers.0.self_attn.q_norm.weight"), r"'midlayer.self_attn.q_norm.weight' is missing"),
         (
             lambda path: checkpoints.edit_config(path, speculators_model_type="mlp"),
-            "type 'mlp' in the format of speculators, of which 'eagle3', 'dspark' and 'dflash' are supported",
+            "type 'mlp' in the format of speculators, of which 'eagle3', 'peagle', 'dspark' and 'dflash' are supported",
         ),
     ],
 )
