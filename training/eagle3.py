@@ -115,10 +115,9 @@ class TrainableEagle3Head(TrainableHead):
             logits_AD = self.lm_head(self.norm(hidden.flatten(0, 1)[answers]))
             yield Drafted(logits_AD, send(batch.index_BN[:, window][is_answer], hidden.device))
 
-    def key_value_query(self, x: Tensor, offset: int) -> tuple[KeyValue, Tensor]:
-        """Project and rotate x [B, T, 2H] at positions offset .. offset + T - 1."""
+    def key_value_query(self, x: Tensor, positions: Tensor) -> tuple[KeyValue, Tensor]:
+        """Project x [B, T, 2H] and rotate it to positions [T] or [B, 1, T]."""
         attention, repeats = self.midlayer.self_attn, self.config.num_attention_heads // self.config.num_key_value_heads
-        positions = torch.arange(x.shape[1], device=x.device) + offset
 
         def heads(y: Tensor) -> Tensor:
             return y.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
@@ -135,7 +134,8 @@ class TrainableEagle3Head(TrainableHead):
         """
         layer, is_first_step = self.midlayer, not cache
         x = torch.cat([layer.input_layernorm(embeds_BTH), layer.hidden_norm(features_BTH)], -1)
-        key_value, queries = self.key_value_query(x, offset=0 if is_first_step else len(cache) + first)
+        offset = 0 if is_first_step else len(cache) + first
+        key_value, queries = self.key_value_query(x, torch.arange(x.shape[1], device=x.device) + offset)
         cache.append(key_value)
         if is_first_step:
             queries, features_BTH = queries[:, :, first:], features_BTH[:, first:]
@@ -148,8 +148,12 @@ class TrainableEagle3Head(TrainableHead):
         mixed = weights[..., :num_starts] @ cache[0].values
         for n, own in enumerate(cache[1:]):
             mixed = mixed + weights[..., num_starts + n, None] * own.values
-        residual = features_BTH + layer.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
-        return residual + layer.mlp(layer.post_attention_layernorm(residual))
+        return self.close(features_BTH, mixed)
+
+    def close(self, features_BTH: Tensor, mixed: Tensor) -> Tensor:
+        """Return the layer's output from its residual [B, T, H] and what its heads read [B, heads, T, head_dim]."""
+        residual = features_BTH + self.midlayer.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
+        return residual + self.midlayer.mlp(self.midlayer.post_attention_layernorm(residual))
 
     def unroll(
         self, features_BTF: Tensor, embeds_BTH: Tensor, target_logits: Tensor, num_steps: int

@@ -19,7 +19,8 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,17 +30,20 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from cluster.convert import engine_config, fetch_weights
 from training.answers import read_lines, target_args, write_answers
-from training.batches import batches, read_rows, read_target
+from training.batches import Batch, KeptReadings, batches, read_rows, read_target
 from training.draft_head import TrainableHead, acceptance_loss, save_head
 from training.dspark import TrainableDSparkHead
 from training.eagle3 import TrainableEagle3Head
 from training.language_model import mixed_precision
+from training.peagle import TrainablePEagleHead
 from training.schedule import Optimisers, TimeBudget
 
 logger = logging.getLogger("head")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-METHODS: dict[str, type[TrainableHead]] = {"eagle3": TrainableEagle3Head, "dspark": TrainableDSparkHead}
+METHODS: dict[str, type[TrainableHead]] = {
+    "eagle3": TrainableEagle3Head, "peagle": TrainablePEagleHead, "dspark": TrainableDSparkHead
+}  # fmt: skip
 MUON_LR = 0.05
 """With batches of 8 rows: after 40,000 tokens, agreement at the first step was 0.07 with 0.006, 0.23 with 0.02 and 0.26
 with 0.05. With 32 rows 0.02 is better."""
@@ -132,9 +136,13 @@ class Training:
             width = options.intermediate_size
         self.head = METHODS[options.method].of_target(self.target, draft_ids.to(options.device), width)
         if weights:
-            self.head.load_state_dict(weights)
+            self.head.load_state_dict(self.head.state_dict() | weights)  # an EAGLE-3 head has no mask yet
         self.num_before = state.get("num_before", self.log[-1]["tokens"] if self.log else 0)
         self.num_saves = state.get("num_saves", 0)
+        read = partial(read_target, self.target, self.rows, draft_ids=self.head.draft_ids)
+        self._read: Callable[[list[int]], Batch] = (
+            read if options.device == "cuda" else KeptReadings(self.target, self.rows, self.head.draft_ids)
+        )
         self.optimisers = Optimisers(self.head, self.fraction, "head", options.muon_lr)
         if state:
             self.optimisers.load_state_dict(state["optimisers"])
@@ -146,7 +154,7 @@ class Training:
     def loss_of(self, own: list[int], num_depths: int) -> tuple[Tensor, Tensor]:
         """Return `acceptance_loss` of these rows; what is random in it depends on the tokens seen."""
         generator = torch.Generator().manual_seed(self.optimisers.num_tokens)
-        batch = read_target(self.target, self.rows, own, self.head.draft_ids)
+        batch = self._read(own)
         with mixed_precision(self.head.draft_ids.device):
             return acceptance_loss(self.head.draft(batch, num_depths, generator), batch, self.head.draft_ids)
 

@@ -10,12 +10,16 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from drafter.proposers.block import BlockHead
+from drafter.proposers.eagle3 import Eagle3Head
 from tests.support.plain_block import PlainBlock
+from tests.support.plain_peagle import PlainPEagle
 from training import answers, evaluate, head
-from training.batches import Rows, feature_layers, read_target
+from training.batches import KeptReadings, Rows, feature_layers, read_target
 from training.draft_head import DEPTH_DISCOUNT, acceptance_loss, save_head
 from training.dspark import BLOCK_SIZE, TrainableDSparkHead, sample_anchors
+from training.peagle import TrainablePEagleHead
 from workers.models.block_format import read_block_spec
+from workers.models.eagle3_format import read_eagle3_spec
 from workers.models.fusion import load_fusion
 from workers.models.readers import read_spec
 
@@ -130,6 +134,53 @@ def test_dspark_learns_the_logarithm_of_what_is_accepted(tmp_path: Path, target:
     load_fusion(tmp_path, spec)
 
 
+def test_peagle_learns_the_logarithm_of_what_is_accepted(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """All anchors in one pass equal one pass per anchor of the saved head, by the published description."""
+    draft_ids = torch.tensor([0, 1, 4, 5, 6, 8, 9, 11, 12, 15, 16, 19, 21, 23])
+    trainable = TrainablePEagleHead.of_target(target, draft_ids, 32)
+    with torch.no_grad():
+        for parameter in trainable.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.manual_seed(1)))
+            parameter.copy_(parameter.bfloat16())
+    save_head(trainable, tmp_path)
+    tokens = torch.randint(4, 24, (2, 30), generator=torch.manual_seed(2))
+    begins, ends, num_depths = torch.tensor([12, 8]), torch.tensor([24, 30]), trainable.num_depths
+    rows = Rows(tokens.int(), begins, ends)
+    batch = KeptReadings(target, rows, draft_ids)([0, 1])
+    read = read_target(target, rows, [0, 1], draft_ids)
+    assert torch.equal(batch.index_BN[batch.is_answer_BN], read.index_BN[read.is_answer_BN])
+    torch.testing.assert_close(batch.law_AD, read.law_AD, atol=4e-3, rtol=4e-3)
+    torch.testing.assert_close(batch.features_BNF[0, :24], read.features_BNF[0, :24], atol=4e-3, rtol=4e-3)
+
+    drafts = trainable.draft(batch, num_depths, torch.Generator())
+    loss, (agreement, acceptance) = acceptance_loss(drafts, batch, draft_ids)
+
+    plain = PlainPEagle(tmp_path, Path(target.config.name_or_path))
+    output = target(tokens, output_hidden_states=True)
+    taps = torch.cat([output.hidden_states[layer] for layer in feature_layers(7)], -1)
+    accepted: list[list[float]] = [[] for _ in range(num_depths)]
+    agreed: list[list[bool]] = [[] for _ in range(num_depths)]
+    for row in range(2):
+        own = tokens[row].tolist()
+        for anchor in range(int(begins[row]) - 1, int(ends[row]) - 1):
+            logits = plain.logits(own[: anchor + 1], taps[row, :anchor], num_depths)
+            first = anchor == int(begins[row]) - 1  # the answer's first token is drafted at the first depth alone
+            for depth in range(1 if first else min(num_depths, int(ends[row]) - 1 - anchor)):
+                q_D, p_V = logits[depth].softmax(-1), output.logits[row, anchor + depth].softmax(-1)
+                accepted[depth].append(sum(min(float(p_V[t]), float(q)) for t, q in zip(draft_ids, q_D, strict=True)))
+                agreed[depth].append(bool(draft_ids[q_D.argmax()] == p_V.argmax()))
+    expected = -sum(
+        DEPTH_DISCOUNT**depth * float(torch.tensor(values).log().mean()) for depth, values in enumerate(accepted)
+    )
+    assert float(loss.detach()) == pytest.approx(expected, rel=5e-3)
+    assert acceptance.tolist() == pytest.approx([sum(values) / len(values) for values in accepted], rel=5e-3)
+    assert agreement.tolist() == pytest.approx([sum(values) / len(values) for values in agreed])
+
+    spec = read_eagle3_spec(tmp_path, read_spec(Path(target.config.name_or_path)))
+    assert (spec.draft_vocab_size, spec.max_depth, spec.tap_layers) == (14, num_depths, feature_layers(7))
+    Eagle3Head.load(spec, tmp_path, target.config.name_or_path)
+
+
 def test_anchors_are_tokens_of_answers_that_are_followed_by_another() -> None:
     is_answer = torch.zeros(3, 200, dtype=torch.bool)  # whether the NEXT token is one of the answer
     is_answer[0, 9:190], is_answer[1, 20:24], is_answer[2, 3:4] = True, True, True
@@ -151,7 +202,7 @@ class Steps:
         return float(self.count < 0)
 
 
-@pytest.mark.parametrize("method", ["dspark", "eagle3"])
+@pytest.mark.parametrize("method", ["dspark", "eagle3", "peagle"])
 def test_a_training_in_pieces_equals_one_without_a_stop(
     tmp_path: Path, target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
