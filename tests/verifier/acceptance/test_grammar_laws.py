@@ -83,7 +83,7 @@ bound = AT_ONCE
 
 @pytest.fixture(
     autouse=True,
-    params=[AT_ONCE, BEHIND_A_THOUGHT, MAYBE_A_THOUGHT],
+    params=[AT_ONCE, BEHIND_A_THOUGHT, pytest.param(MAYBE_A_THOUGHT, marks=pytest.mark.full)],
     ids=["at once", "behind a thought", "maybe a thought"],
 )
 def what_answers_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
