@@ -238,7 +238,7 @@ def test_a_tied_model_uses_a_stored_head_that_is_not_its_embedding(tmp_path: Pat
         ("gptj", {}, "'GPTJForCausalLM'.*its attention is not one that can be replaced"),
         ("bloom", {}, "'BloomForCausalLM'.*needs more than attention"),
         ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, "layers of type conv"),
-        ("qwen3_next", {}, "'Qwen3NextForCausalLM'.*layers of type linear_attention"),
+        ("mamba", {}, "'MambaForCausalLM'.*layers of type linear_attention"),
         ("llama4_text", {}, "'Llama4ForCausalLM'.*layers of type chunked_attention"),
         ("deepseek_v3", {}, "'DeepseekV3ForCausalLM'.*keys of 192 and values of 128.*latent attention"),
         ("minicpm3", {}, "'MiniCPM3ForCausalLM'.*latent attention .layers.*kv_a_proj"),
@@ -261,9 +261,9 @@ def test_unsupported_features_are_an_error_with_their_name(
 
 def test_unsupported_models_are_an_error_before_a_process_starts(tmp_path: Path) -> None:
     """Read the configuration as `secateur serve` and `plan` do."""
-    config = CONFIG_MAPPING["qwen3_next"]().to_dict() | {"architectures": ["Qwen3NextForCausalLM"]}
+    config = CONFIG_MAPPING["mamba"]().to_dict() | {"architectures": ["MambaForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
-    with pytest.raises(ConfigError, match="'Qwen3NextForCausalLM' is not supported: layers of type linear_attention"):
+    with pytest.raises(ConfigError, match="'MambaForCausalLM' is not supported: layers of type linear_attention"):
         engine_config(EngineArgs(model=str(tmp_path), device="cpu"))
 
 
