@@ -47,13 +47,13 @@ def check_tensors(args: EngineArgs, config: EngineConfig, specs: Specs) -> None:
 def _check_drafter(spec: DraftSpec, path: Path, target: Path, size: int, config: EngineConfig) -> None:
     from drafter.proposers.block import BlockHead
     from drafter.proposers.eagle import FcHead
-    from drafter.proposers.eagle3 import Eagle3Head
+    from drafter.proposers.eagle3 import Eagle3Head, PEagleHead
     from workers.models.fusion import load_fusion
 
     runtime = Runtime(tp=TensorParallel(0, size), device="meta")
     match spec:
         case Eagle3Spec():
-            Eagle3Head.load(spec, path, target, runtime)
+            (Eagle3Head if spec.mask_token_id is None else PEagleHead).load(spec, path, target, runtime)
         case FcHeadSpec():
             FcHead.load(spec, path, target, runtime)
         case BlockSpec():
