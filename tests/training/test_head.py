@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from drafter.proposers.block import BlockHead
-from drafter.proposers.eagle3 import Eagle3Head
+from drafter.proposers.eagle3 import PEagleHead
 from tests.support.plain_block import PlainBlock
 from tests.support.plain_peagle import PlainPEagle
 from training import answers, evaluate, head
@@ -178,7 +178,7 @@ def test_peagle_learns_the_logarithm_of_what_is_accepted(tmp_path: Path, target:
 
     spec = read_eagle3_spec(tmp_path, read_spec(Path(target.config.name_or_path)))
     assert (spec.draft_vocab_size, spec.max_depth, spec.tap_layers) == (14, num_depths, feature_layers(7))
-    Eagle3Head.load(spec, tmp_path, target.config.name_or_path)
+    PEagleHead.load(spec, tmp_path, target.config.name_or_path)
 
 
 def test_anchors_are_tokens_of_answers_that_are_followed_by_another() -> None:
