@@ -1,4 +1,4 @@
-"""Which models an engine runs, as far as the checkpoints decide it and not what was written.
+"""Decides which models an engine runs, as far as the checkpoints tell it and not the command line.
 
 A target and its drafter are a pair. A head in the format of speculators names its target, so it stands for the pair;
 a drafter's config.json tells its method.

@@ -81,7 +81,7 @@ class InputMessage(Body):
     """One message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    """Who wrote it. The text of a later `system` message joins the message before it: few templates know one there."""
+    """The author. The text of a later `system` message joins the message before it: few templates know one there."""
     content: Content
     """A text or blocks."""
 
@@ -94,13 +94,13 @@ class MessagesTool(Body):
     name: str
     """Letters, digits, underscores, dots and dashes."""
     description: str | None = None
-    """What it does, for the model."""
+    """A description, which the model reads."""
     input_schema: dict[str, Any] | None = None
     """A JSON schema of its arguments."""
 
 
 class MessagesToolChoice(Body):
-    """Whether the answer calls tools."""
+    """Decides whether the answer calls tools."""
 
     type: Literal["auto", "any", "tool", "none"]
     """If the model writes calls, at least one, this one, or none."""
@@ -123,7 +123,7 @@ class MessagesToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model reasons before it answers."""
+    """Decides whether the model reasons before it answers."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     """Sets the variables `enable_thinking` and `thinking` of the chat template. With `disabled` the answer has no
@@ -133,7 +133,7 @@ class Thinking(Body):
 
 
 class OutputFormat(Body):
-    """What the answer's text must be."""
+    """Constrains the answer's text."""
 
     type: Literal["json_schema"]
     """JSON of the schema."""
@@ -142,7 +142,7 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """How the answer is written."""
+    """Sets effort and format of the answer."""
 
     effort: Annotated[str, Field(max_length=32)] | None = None
     """As the `reasoning_effort` of chats."""
@@ -258,7 +258,7 @@ class MessagesRequest(CountTokensRequest):
     stream: bool = False
     """Send events instead of one message."""
     metadata: Metadata | None = None
-    """Who asks."""
+    """Accepted, without effect."""
 
     def chat(self) -> dict[str, Any]:
         """Return the body of the chat that answers this request."""
@@ -322,7 +322,7 @@ class ToolUseBlock(Response):
 
 
 class ThinkingTokens(Response):
-    """How many output tokens were reasoning."""
+    """Counts the output tokens that were reasoning."""
 
     thinking_tokens: int
 
@@ -359,7 +359,7 @@ class MessageTokens(Response):
 
 
 class MessagesErrorDetail(Response):
-    """What went wrong."""
+    """Describes what went wrong."""
 
     type: str
     message: str

@@ -31,7 +31,7 @@ class SpeculativeConfig(SpeculativeSettings, Strict):
 
     @property
     def is_method_given(self) -> bool:
-        """Whether the method was written, and not inferred."""
+        """Return whether the method was written, and not inferred."""
         return self._is_method_given
 
     @property

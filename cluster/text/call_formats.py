@@ -1,4 +1,4 @@
-"""How families of models write tool calls: the marks around names and arguments, and arguments as JSON."""
+"""Describes how families of models write tool calls, and turns their arguments into JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 
 
 class Head(NamedTuple):
-    """What stands before something: a pattern whose first group is its name.
+    """Marks the beginning of a call or an argument: a pattern whose first group is its name.
 
     example: any beginning of what matches, completed by an end of the example, matches.
     """
@@ -24,7 +24,7 @@ class Head(NamedTuple):
 
 
 class CallFormat(NamedTuple):
-    """How a family writes calls.
+    """Describes how a family writes calls.
 
     Without `head`, a call is a JSON object with a name and arguments; with `argument`, each argument stands alone; with
     `quote`, arguments are an object whose keys are bare and whose texts stand between this mark; else they are JSON.

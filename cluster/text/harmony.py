@@ -16,10 +16,10 @@ FORMAT = "openai"
 """vLLM's name of it."""
 _MESSAGE = "<|message|>"
 _HEADS = ("<|start|>", "<|channel|>", "to=")
-"""What a head begins with; other text is content."""
+"""A message's head begins with one of these; other text is content."""
 _MARKS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _END = re.compile(r"(<\|(?:end|call|return)\|>)|<\|(?:start|channel)\|>")
-"""What ends a message: a mark of its own, or the next head."""
+"""A message ends at a mark of its own, or at the next head."""
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 
 

@@ -10,7 +10,7 @@ from cluster.text.tool_calls import longest_overlap
 
 
 class Marks(NamedTuple):
-    """What stands before and behind the reasoning of a family, and a pattern of what its chat templates have."""
+    """Holds the marks around a family's reasoning, and a pattern that its chat templates contain."""
 
     opening: str
     closing: str
@@ -18,7 +18,7 @@ class Marks(NamedTuple):
     are_special: bool = False
     """They are special tokens, which are otherwise left out of the text."""
     answer: str = ""
-    """What stands between the closing mark and a structured answer."""
+    """This text stands between the closing mark and a structured answer."""
 
 
 MARKS: dict[str, Marks] = {

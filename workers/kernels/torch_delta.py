@@ -76,7 +76,7 @@ class _Piece(NamedTuple):
 
     @property
     def kind(self) -> tuple[int, bool, int]:
-        """What pieces that run at once have in common; the size up to a factor of 4, because of the padding."""
+        """Return what pieces that run at once have in common; the size up to a factor of 4, because of the padding."""
         return self.turn, self.is_written, (self.num_rows - 1).bit_length() + 1 >> 1
 
 

@@ -1,4 +1,4 @@
-"""What config.json says of hybrids, whose layers have attention or a gated delta net, and which of them run here."""
+"""Reads config.json of hybrids, whose layers have attention or a gated delta net, and refuses those that do not run."""
 
 from __future__ import annotations
 

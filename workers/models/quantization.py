@@ -43,7 +43,7 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """What a checkpoint's configuration says of its quantized weights.
+    """Describes the quantized weights of a checkpoint, by its configuration.
 
     block: rows and columns that share a scale, where the shape of the scales leaves it open. bits: of packed integers.
     zero_offset: what is added to stored zero points.
@@ -56,7 +56,7 @@ class Quantization:
 
     @property
     def is_float8(self) -> bool:
-        """Whether weights are in 8-bit floats."""
+        """Return whether weights are in 8-bit floats."""
         return self.method in ("FP8", "ModelOpt FP8", "compressed-tensors float8")
 
 
@@ -213,7 +213,7 @@ class QuantizedWeight:
 
     @property
     def is_float8(self) -> bool:
-        """Whether it is a matrix in float8, which kernels may multiply as it is."""
+        """Return whether it is a matrix in float8, which kernels may multiply as it is."""
         return len(self.block) == 2 and dtype_of(self.codes) == _FLOAT8
 
     def __getitem__(self, spans: Sequence[slice]) -> Tensor:

@@ -174,7 +174,7 @@ class Eagle3Spec:
 
     @property
     def has_marginals(self) -> bool:
-        """Whether the distribution at a depth does not depend on the token before it."""
+        """Return whether the distribution at a depth does not depend on the token before it."""
         return self.mask_token_id is not None
 
     def matrix_shapes(self) -> Shapes:
@@ -237,7 +237,7 @@ class BlockSpec:
 
     @property
     def has_marginals(self) -> bool:
-        """Whether the distribution at a depth does not depend on the token before it."""
+        """Return whether the distribution at a depth does not depend on the token before it."""
         return not self.markov_rank
 
     def matrix_shapes(self) -> Shapes:
