@@ -1,7 +1,7 @@
 """Measures what a chunk costs the HTTP front, from the engine's frame to the client's socket.
 
     python -m bench.front [--streams 1 16 64 256] [--chunks 200] [--per-second 640] [--output DIR]
-    python -m bench.front --fronts 1 2 [--streams 256] [--chunks 900] [--steps-per-second 150]
+    python -m bench.front --fronts 1 2 [--streams 256] [--chunks 900] [--steps-per-second 150] [--waves 4]
 
 The front is a process of its own, and the engine is played by this one: each of its frames has a token of every stream.
 A third process reads the streams, which are chats. Two loads for each number of streams:
@@ -11,7 +11,7 @@ A third process reads the streams, which are chats. Two loads for each number of
 
 With `--fronts`, the fronts are those of `--api-server-count`. Of the clients none, and then a tenth, reads one byte a
 second; the others' texts must be the answer, and each of their events what the first one is around its text. Memory is
-that of the fronts after a tenth of the steps, half of them, and all.
+that of the fronts after each wave of streams.
 
 The processor time is the front's. A gap is the time between two reads of one stream, the latency that from a frame to
 its event at the client, where the load is paced and there is one stream. As in a replica, the event loop is uvloop.
@@ -214,8 +214,9 @@ def measure(engine: FrameFeed, served: subprocess.Popen[str], port: int, num: in
     return row
 
 
-async def several(num_fronts: int, streams: int, num_slow: int, chunks: int, per_second: float) -> dict[str, Any]:
+async def several(num_fronts: int, streams: int, num_slow: int, asked: Namespace) -> dict[str, Any]:
     """Run `streams` streams, slow ones included, through that many fronts at one pace, and return the row."""
+    chunks, per_second, waves = asked.chunks, asked.steps_per_second, asked.waves
     args = EngineArgs.load({"device": "cpu", "max_num_seqs": 512, "api_server_count": num_fronts})
     config, tokenizer = with_tokenizer(args, read_engine(args, num_gpus=0)[0])
     tokens = tokenizer.encode(TEXT, add_special_tokens=False)
@@ -226,41 +227,48 @@ async def several(num_fronts: int, streams: int, num_slow: int, chunks: int, per
         engine = await asyncio.to_thread(FrontSockets, await asyncio.to_thread(connect, address), READY)
         playing = threading.Event()
 
-        def play() -> dict[str, Any]:
-            """Play the engine until the clients have begun, and then at the given pace."""
+        def wave() -> list[list[tuple[float, int]]]:
+            """Play the engine until the clients have begun, and then at the given pace; return what they read."""
             ids: list[int] = []
             with child("--readers", port, streams - num_slow, chunks, num_slow) as clients:
                 while len(ids) < streams:
                     ids += [message.id for message in engine.poll(0.1) if isinstance(message, Submit)]
-                pids = [process.pid for process in fronts._running.values()]
-                memory, used_s = [], sum(map(cpu_s, pids))
                 began = time.monotonic()
                 for number in range(chunks):
-                    if number in (chunks // 10, chunks // 2):
-                        memory.append(sum(map(memory_mb, pids)))
                     time.sleep(max(0.0, began + number / per_second - time.monotonic()))
                     reason = "length" if number == chunks - 1 else None
                     token = [tokens[number % len(tokens)]]
                     made = [TokenChunk(id=id, tokens=token, stats=STATS, finish_reason=reason) for id in ids]
                     engine.send(StepOutput(chunks=made, stats=EngineStats(num_running=len(ids))))
                     engine.poll()
-                seconds = time.monotonic() - began
+                steps_per_s.append(chunks / (time.monotonic() - began))
                 while engine._unsent or any(other._unsent for other in engine._others.values()):
                     engine.poll(0.1)
                 assert clients.stdout is not None
                 clients.stdout.readline()
-                reads = json.loads(clients.stdout.read())
-                memory, used_s = [*memory, sum(map(memory_mb, pids))], sum(map(cpu_s, pids)) - used_s
+                reads: list[list[tuple[float, int]]] = json.loads(clients.stdout.read())
+                return reads
+
+        steps_per_s: list[float] = []
+
+        def play() -> dict[str, Any]:
+            """Play that many waves, one behind the other, and return the row."""
+            pids = [process.pid for process in fronts._running.values()]
+            used_s, reads, memory = sum(map(cpu_s, pids)), [], []
+            for _ in range(waves):
+                reads += wave()
+                memory.append(round(sum(map(memory_mb, pids))))
+            used_s = sum(map(cpu_s, pids)) - used_s
             gaps = [1e3 * (after[0] - before[0]) for stream in reads for before, after in pairwise(stream)]
             return {
                 "fronts": num_fronts,
                 "streams": streams,
                 "slow": num_slow,
-                "steps_per_s": chunks / seconds,
-                "cpu_us_per_chunk": 1e6 * used_s / streams / chunks,
+                "steps_per_s": min(steps_per_s),
+                "cpu_us_per_chunk": 1e6 * used_s / streams / chunks / waves,
                 "events_per_chunk": sum(count for stream in reads for _, count in stream) / len(reads) / chunks,
                 **{f"gap_p{share}_ms": quantiles(gaps, n=100)[share - 1] for share in (50, 99)},
-                **dict(zip(("early_mb", "middle_mb", "end_mb"), memory, strict=True)),
+                "memory_mb": " ".join(map(str, memory)),
             }
 
         def idle() -> None:
@@ -291,7 +299,9 @@ def run(args: Namespace) -> None:
     if args.fronts:
         with reporting(args.output, "fronts", {"command": command()}, say) as report:
             for streams, num, share in product(args.streams, args.fronts, (0.0, 0.1)):
-                row = asyncio.run(several(num, streams, int(share * streams), args.chunks, args.steps_per_second))
+                row = asyncio.run(
+                    several(num, streams, int(share * streams), args.chunks, args.steps_per_second, args.waves)
+                )
                 say(str(row))
                 report.add("fronts", row)
         print(report.markdown)
@@ -320,6 +330,7 @@ def main() -> None:
     made.add_argument("--per-second", type=float, default=640.0, help="chunks, of a paced load")
     made.add_argument("--fronts", type=int, nargs="+", help="measure so many fronts before one engine instead")
     made.add_argument("--steps-per-second", type=float, default=150.0, help="of that engine")
+    made.add_argument("--waves", type=int, default=1, help="so often all streams, one set behind the other")
     made.add_argument("--front", help="be the front, for the engine at this address")
     made.add_argument("--readers", type=int, nargs="+", help="be the clients: port, streams, chunks, slow ones")
     args = made.parse_args()

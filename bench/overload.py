@@ -19,14 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +28,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.harness import command, parser
+from bench.service import ROOT, Service, service
 from cluster.bench.report import reporting
 from secateur.cli.bench import say
 from tests.support import load
@@ -43,42 +37,12 @@ BODY = {"prompt": "def read_lines(path):\n    with open(path) as", "max_tokens":
 LONG = BODY | {"max_tokens": 1500}
 LARGE = BODY | {"max_tokens": 256, "logprobs": 20}
 """Half a megabyte, more than fits the sockets' buffers."""
-WITHOUT_RAY = """
-import sys, signal
-from cluster.local_service import local_service
-from secateur.config import EngineArgs
-args = {"device": "cpu", "port": 0, "max_num_seqs": int(sys.argv[1])}
-with local_service(EngineArgs.load(args)) as url:
-    print(f"{url}/v1", flush=True)
-    signal.sigwait([signal.SIGTERM])
-"""
 
 
-@contextmanager
-def service(root: Path, places: int, *, without_ray: bool) -> Iterator[tuple[str, psutil.Process]]:
-    """Start a service in processes of its own; yield its URL and the first of them."""
-    flags = ["--device", "cpu", "--port", "0", "--max-num-seqs", str(places)]
-    command = ["-c", WITHOUT_RAY, str(places)] if without_ray else ["-m", "secateur", "serve", *flags]
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="o", ignore_cleanup_errors=True) as folder:
-        env = os.environ | {"PYTHONPATH": str(root), "TMPDIR": folder}
-        process = subprocess.Popen([sys.executable, *command], env=env, cwd=folder, stdout=subprocess.PIPE, text=True)
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if "http" in line and "/v1" in line:
-                    yield line[line.index("http") :].split("/v1")[0], psutil.Process(process.pid)
-                    break
-            else:
-                raise SystemExit("the service did not start")
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(120)
-
-
-def fronts(url: str, first: psutil.Process) -> dict[str, psutil.Process]:
+def fronts(served: Service) -> dict[str, psutil.Process]:
     """Return the processes that every request passes through."""
-    pid = httpx2.get(f"{url}/server_info", timeout=20).raise_for_status().json()["front"]["pid"]
-    proxies = [each for each in first.children(recursive=True) if each.name().startswith("ray::ProxyAct")]
+    pid = httpx2.get(f"{served.url}/server_info", timeout=20).raise_for_status().json()["front"]["pid"]
+    proxies = [each for each in served.first.children(recursive=True) if each.name().startswith("ray::ProxyAct")]
     return {"front": psutil.Process(pid)} | ({"proxy": proxies[0]} if proxies else {})
 
 
@@ -160,13 +124,14 @@ def main() -> None:
     made.add_argument("--factor", type=float, default=10.0)
     made.add_argument("--places", type=int, default=8, help="max_num_seqs of the service")
     made.add_argument("--without-ray", action="store_true")
-    made.add_argument("--root", type=Path, default=Path(__file__).parents[1])
+    made.add_argument("--root", type=Path, default=ROOT)
     args = made.parse_args()
+    options = {"device": "cpu", "port": 0, "max_num_seqs": args.places}
     with (
-        service(args.root, args.places, without_ray=args.without_ray) as (url, first),
+        service(args.root, options, "none" if args.without_ray else "ray") as served,
         reporting(args.output, "overload", {"command": command()}, say) as report,
     ):
-        for each in asyncio.run(measure(url, fronts(url, first), args)):
+        for each in asyncio.run(measure(served.url, fronts(served), args)):
             report.add("phases", each)
     print(report.markdown)
 
