@@ -229,22 +229,22 @@ class Scenario:
 
     def law(self, length: int) -> dict[Path, float]:
         """Return the exact distribution of the first `length` tokens, over the necessary number of rounds."""
+        pending: list[dict[tuple[History, tuple], float]] = [defaultdict(float) for _ in range(length + 1)]
+        pending[0][(), ()] = 1.0
+        for num_tokens, reached in enumerate(pending[:-1]):
+            for (history, known), weight in reached.items():
+                for (tokens, learnt), chance in self.round(history, dict(known)).items():
+                    if chance > 0:
+                        past = self.past((*history, tokens[: length - num_tokens]))
+                        pending[min(length, num_tokens + len(tokens))][past, learnt] += weight * chance
         law: dict[Path, float] = defaultdict(float)
-
-        def rounds(history: History, known: dict[int, Interval], weight: float) -> None:
-            prefix = sum(history, ())
-            if len(prefix) >= length:
-                law[prefix[:length]] += weight
-                return
-            merged: dict[tuple[Path, tuple], float] = defaultdict(float)
-            for (tokens, learnt), chance in self.round(history, known).items():
-                merged[tokens[: length - len(prefix)], learnt] += chance
-            for (tokens, learnt), chance in merged.items():
-                if chance > 0:
-                    rounds((*history, tokens), dict(learnt), weight * chance)
-
-        rounds((), {}, 1.0)
+        for (history, _), weight in pending[-1].items():
+            law[sum(history, ())] += weight
         return law
+
+    def past(self, history: History) -> History:
+        """Return what the next round depends on."""
+        return history
 
     def accepted(self, history: History = ()) -> float:
         """Return the expected number of accepted draft tokens in one round."""
@@ -278,6 +278,9 @@ class GrownScenario(Scenario):
     tree_policy: TreePolicy
     limits: GrowLimits
     costs: DraftCosts | None = None
+
+    def past(self, history: History) -> History:
+        return (sum(history, ()),)
 
     def drafts(self, history: History) -> Iterator[tuple[float, Draft]]:
         prefix = sum(history, ())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -171,6 +171,22 @@ class GrammarScenario(GrownScenario):
         return explore(run)
 
 
+class Winners(list[int]):
+    """The target's own token at every row, drawn when the walk looks at it: no other one can change the verdict."""
+
+    def __init__(self, draws: list[Callable[[], int]]) -> None:
+        super().__init__([0] * len(draws))
+        self._draws = dict(enumerate(draws))
+
+    def __getitem__(self, row: int) -> int:  # type: ignore[override]
+        if (draw := self._draws.pop(row, None)) is not None:
+            self[row] = draw()
+        return super().__getitem__(row)
+
+    def __iter__(self) -> Iterator[int]:
+        return (self[row] for row in range(len(self)))
+
+
 def assert_allowed(history: History, draft: Draft) -> None:
     """Check that every node is allowed, and that nothing follows an end token."""
     prefix = sum(history, ())
@@ -205,24 +221,21 @@ def test_sampled_drafts_keep_the_law(rule: Rule, shape: str, vocab: DraftVocabul
 @pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
 def test_target_only_acceptance_keeps_the_law(shape: str, vocab: DraftVocabulary) -> None:
     tree_policy, options = SHAPES[shape]
-    law: dict[Path, float] = defaultdict(float)
+    laws: list[dict[Path, float]] = [defaultdict(float) for _ in range(LENGTH + 1)]  # by the number of tokens
+    laws[0][()] = 1.0
+    for law in laws[:-1]:
+        for prefix, weight in law.items():
+            trees, draft = grown(prefix, Rule.TARGET_ONLY, tree_policy, options, vocab)
+            assert_allowed((prefix,), draft)
 
-    def rounds(history: History, weight: float) -> None:
-        prefix = sum(history, ())
-        if len(prefix) >= LENGTH:
-            law[prefix[:LENGTH]] += weight
-            return
-        trees, draft = grown(prefix, Rule.TARGET_ONLY, tree_policy, options, vocab)
-        assert_allowed(history, draft)
+            def run(choose: Choose, prefix: Path = prefix, trees: TreeBatch = trees, draft: Draft = draft) -> Path:
+                winners = Winners([lambda node=node: choose(p((*prefix, *node.path)).tolist()) for node in draft])
+                return walk(trees, winners)[0].tokens
 
-        def run(choose: Choose) -> Path:
-            return walk(trees, [choose(p((*prefix, *node.path)).tolist()) for node in draft])[0].tokens
-
-        for chance, tokens in explore(run):
-            rounds((*history, tokens), weight * chance)
-
-    rounds((), 1.0)
-    assert distance(law, product_law(truth, LENGTH)) < TOLERANCE
+            for chance, tokens in explore(run):
+                path = (*prefix, *tokens)[:LENGTH]
+                laws[len(path)][path] += weight * chance
+    assert distance(laws[-1], product_law(truth, LENGTH)) < TOLERANCE
 
 
 def test_an_unmasked_draft_would_waste_nodes_and_an_unmasked_target_would_break_the_law() -> None:
