@@ -31,7 +31,7 @@ from cluster.system.shared import Shared
 from cluster.text.answer_reader import AnswerReaders
 from cluster.text.tokenizer import Conversation, TextLimit, Tokenizer, text_size
 from cluster.text.tokenizer_pool import TokenizerPool
-from cluster.text.tool_calls import decoded_calls, tools_of
+from cluster.text.tool_prompts import decoded_calls, tools_of
 from secateur.api_keys import ApiKey
 from secateur.bodies import UnsupportedContent
 from secateur.errors import ConfigError

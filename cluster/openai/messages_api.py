@@ -8,9 +8,9 @@ from typing import Any
 
 from cluster.errors import HttpError, messages_error
 from cluster.openai.output_processor import Generation, TextDelta
+from cluster.text.answer_parts import CallPart
 from cluster.text.answer_reader import AnswerReader
 from cluster.text.call_formats import is_whole
-from cluster.text.tool_calls import CallPart
 from secateur.messages_api import (
     Message,
     MessageUsage,

@@ -13,10 +13,10 @@ from pydantic import TypeAdapter
 
 from cluster.observe.engine_metrics import by_depth
 from cluster.openai.output_processor import Generation, ScoredToken, StepTree, TextDelta
+from cluster.text.answer_parts import AnswerParts, CallPart, TextPart
 from cluster.text.answer_reader import AnswerReader
 from cluster.text.detokenizer import IncrementalDetokenizer
 from cluster.text.tokenizer import Tokenizer
-from cluster.text.tool_calls import AnswerParts, CallPart, TextPart
 from secateur.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from secateur.responses import (
     AssistantMessage,

@@ -15,9 +15,9 @@ from cluster.errors import BadRequest, HttpError
 from cluster.openai.failures import to_http_error
 from cluster.openai.openai_format import chat_logprobs, total_usage
 from cluster.openai.output_processor import Generation, ScoredToken, TextDelta
+from cluster.text.answer_parts import CallPart, TextPart
 from cluster.text.answer_reader import AnswerReader
 from cluster.text.tokenizer import Tokenizer
-from cluster.text.tool_calls import CallPart, TextPart
 from secateur.requests import ChatCompletionRequest
 from secateur.responses import new_id
 from secateur.responses_api import (

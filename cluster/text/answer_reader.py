@@ -10,20 +10,14 @@ import logging
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 
+from cluster.text.answer_parts import AnswerParts, CallPart, TextPart
 from cluster.text.call_formats import format_of_template, is_whole, shows_special_tokens
 from cluster.text.harmony import FORMAT as HARMONY
 from cluster.text.harmony import HarmonyReader
 from cluster.text.reasoning import MARKS, ReasoningCounter, ReasoningReader, ends_inside, marks_of_template
 from cluster.text.tokenizer import Tokenizer
-from cluster.text.tool_calls import (
-    TAUGHT_FORMAT,
-    AnswerParts,
-    CallPart,
-    CustomInput,
-    TextPart,
-    ToolCallReader,
-    reader_of_calls,
-)
+from cluster.text.tool_calls import CustomInput, ToolCallReader, reader_of_calls
+from cluster.text.tool_prompts import TAUGHT_FORMAT
 from secateur.requests import ChatCompletionRequest, SamplingRequest
 from workers.sampling.grammar import ThoughtMarks
 

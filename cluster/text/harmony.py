@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from cluster.text.tool_calls import AnswerParts, CallPart, TextPart, longest_overlap, new_call_id
+from cluster.text.answer_parts import AnswerParts, CallPart, TextPart, longest_overlap, new_call_id
 
 FORMAT = "openai"
 """vLLM's name of it."""

@@ -6,7 +6,7 @@ import re
 from bisect import bisect_left
 from typing import NamedTuple
 
-from cluster.text.tool_calls import longest_overlap
+from cluster.text.answer_parts import longest_overlap
 
 
 class Marks(NamedTuple):

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from cluster.errors import PromptError
-from cluster.text.tool_calls import taught
+from cluster.text.tool_prompts import taught
 from secateur.jsonl import leaves
 from secateur.requests import ROLES
 

@@ -16,203 +16,15 @@ call is content. How families of models write calls is in `call_formats`. What a
 from __future__ import annotations
 
 import json
-import secrets
-import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
-from cluster.errors import PromptError
+from cluster.text.answer_parts import AnswerParts, CallPart, TextPart, longest_overlap, new_call_id
 from cluster.text.call_formats import FORMATS, CallFormat, is_whole, json_of, json_of_bare, types_of
-from secateur.requests import ChatCompletionRequest, TokenizeRequest
-
-TAUGHT_FORMAT = "hermes"
-"""The format that `taught` teaches models whose chat templates know no tools."""
-_NAMES, _ARGUMENTS = ("name", "function"), ("arguments", "parameters")
-_ALPHANUMERIC = string.ascii_letters + string.digits
-
-_TEACHING = """\
-You may call functions. These are their signatures, as JSON:
-<tools>
-{tools}
-</tools>
-
-To call one, write its name and its arguments as JSON between <tool_call> and </tool_call>:
-<tool_call>
-{{"name": "the function's name", "arguments": {{"the argument's name": "its value"}}}}
-</tool_call>"""
-
-
-class CallPart(NamedTuple):
-    """A piece of a call. `id` and `name` come with its first piece.
-
-    is_custom: `arguments` are the input of a custom tool.
-    """
-
-    number: int
-    arguments: str
-    id: str | None = None
-    name: str | None = None
-    is_custom: bool = False
-
-
-class TextPart(NamedTuple):
-    """A piece of text that belongs to no call, as it is in the answer from character `start` on.
-
-    is_behind_call: content came before it, and then a call; the two are told as separate lines, or messages.
-    """
-
-    text: str
-    start: int
-    is_reasoning: bool = False
-    is_behind_call: bool = False
-
-    @property
-    def end(self) -> int:
-        """Return where it ends in the answer."""
-        return self.start + len(self.text)
-
-
-class AnswerParts(tuple[TextPart | CallPart, ...]):
-    """What some text added to an answer, in the order of the text."""
-
-    __slots__ = ()
-
-    @property
-    def reasoning(self) -> str:
-        """Return the reasoning."""
-        return "".join(part.text for part in self if isinstance(part, TextPart) and part.is_reasoning)
-
-    @property
-    def content(self) -> str:
-        """Return the content."""
-        texts = [part for part in self if isinstance(part, TextPart) and not part.is_reasoning]
-        return "".join("\n" * part.is_behind_call + part.text for part in texts)
-
-    @property
-    def calls(self) -> tuple[CallPart, ...]:
-        """Return the parts of calls."""
-        return tuple(part for part in self if isinstance(part, CallPart))
-
-
-class JsonValue:
-    """Finds the end of one JSON value in text that arrives in pieces. It does not check the value."""
-
-    def __init__(self) -> None:
-        self.is_complete = False
-        self._depth = 0
-        self._is_string = self._is_escaped = self._is_plain = False
-
-    def feed(self, text: str) -> int:
-        """Return how many of the characters belong to the value; fewer than all if it ends before."""
-        for position, char in enumerate(text):
-            if self._is_string:
-                if self._is_escaped:
-                    self._is_escaped = False
-                elif char == "\\":
-                    self._is_escaped = True
-                elif char == '"':
-                    self._is_string = False
-                    self.is_complete = self._depth == 0
-            elif char == '"':
-                self._is_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]" and self._depth:
-                self._depth -= 1
-                self.is_complete = self._depth == 0
-            elif self._depth == 0 and char in ",}] \t\r\n":  # the end of a number, true, false or null
-                if self._is_plain:
-                    self.is_complete = True
-                    return position
-            elif self._depth == 0:
-                self._is_plain = True
-            if self.is_complete:
-                return position + 1
-        return len(text)
-
-
-class JsonCall:
-    """Reads one call, an object with a name and arguments, from text that arrives in pieces."""
-
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self.raw = ""
-        self.is_complete = self.is_broken = False
-        self._expects = "{"  # or "key", ":", "value" or ","
-        self._key: str | None = None
-        self._value: JsonValue | None = None  # the key or value that is being read ...
-        self._text = ""  # ... and what was read of it
-        self._arguments = ""
-        self._has_arguments = False  # complete; those of a second key are dropped
-        self._num_taken = 0
-
-    def feed(self, text: str) -> str:
-        """Read up to the name, the end of the object or the first mistake; return the rest, a mistake included.
-
-        It stops behind the name, so that a call is announced there, however the text is split, even if it breaks later.
-        """
-        was_named = self.name is not None
-        while text and not (self.is_complete or self.is_broken or (self.name is not None and not was_named)):
-            if self._value is None:
-                self._read_between(text[0])
-                if not self.is_broken:
-                    self.raw, text = self.raw + text[0], text[1:]
-                continue
-            used = self._value.feed(text)
-            self._text += text[:used]
-            self.raw, text = self.raw + text[:used], text[used:]
-            if self._reads_arguments and self._text[0] not in '"n':  # a string and null are read when they are complete
-                self._arguments = self._text
-            if self._value.is_complete:
-                self._end_value()
-        return text
-
-    def take(self) -> str:
-        """Return the arguments that are known and were not taken before. Call it once the name is known."""
-        new, self._num_taken = self._arguments[self._num_taken :], len(self._arguments)
-        return new
-
-    def _read_between(self, char: str) -> None:
-        """Read a character outside of keys and values."""
-        match self._expects, char:
-            case _, (" " | "\t" | "\r" | "\n"):
-                pass
-            case ("{", "{") | (",", ","):
-                self._expects = "key"
-            case ":", ":":
-                self._expects = "value"
-            case ("key" | ",", "}"):
-                self.is_complete, self.is_broken = self.name is not None, self.name is None
-                self._arguments = self._arguments or "{}"  # clients parse it
-            case ("key", '"') | ("value", _):
-                self._value, self._text = JsonValue(), char
-                self._value.feed(char)
-            case _:
-                self.is_broken = True
-
-    def _end_value(self) -> None:
-        text, self._value = self._text, None
-        if self._expects == "key":
-            self._key, self._expects = _decoded(text), ":"
-            self.is_broken = self._key is None
-            return
-        if self._key in _NAMES and self.name is None:
-            self.name = _decoded(text) or None
-            self.is_broken = self.name is None
-        elif self._reads_arguments:
-            self._has_arguments = True
-            if text.startswith('"'):
-                decoded = _decoded(text)
-                self._arguments = (text if decoded is None else decoded).strip()
-            elif text != "null":
-                self._arguments = text
-        self._key, self._expects = None, ","
-
-    @property
-    def _reads_arguments(self) -> bool:
-        return self._key in _ARGUMENTS and not self._has_arguments
+from cluster.text.json_call import JsonCall, JsonValue, text_of
+from secateur.requests import ChatCompletionRequest
 
 
 class ToolCallReader:
@@ -515,27 +327,6 @@ def _without_marks(text: str, mark: str) -> str | None:
     return None if mark.startswith(text) else text
 
 
-def longest_overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text` with which `mark` begins, if it is not all of it."""
-    return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:size])), 0)
-
-
-def _decoded(text: str) -> str | None:
-    """Return the value of a JSON string; None if it is no string, or has half a character, which no answer can send."""
-    try:
-        value = json.loads(text, strict=False)
-        return value if isinstance(value, str) and value.encode() is not None else None
-    except ValueError:
-        return None
-
-
-def new_call_id(format: str) -> str:
-    """Return an id for a call that a model writes in this format."""
-    if format == "mistral":  # its templates accept nothing else
-        return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
-    return f"call_{secrets.token_hex(12)}"
-
-
 class CustomInput:
     """The input of a custom tool's call, which models write as the only argument of a function.
 
@@ -555,7 +346,7 @@ class CustomInput:
         self._is_whole = True
         value = json.loads(self._arguments)
         text = value.get("input") if isinstance(value, dict) else None
-        return self._arguments if not isinstance(text, str) or _decoded(json.dumps(text)) is None else text
+        return self._arguments if not isinstance(text, str) or text_of(json.dumps(text)) is None else text
 
     def finish(self) -> str:
         """Return what the input gains at the end of a call that was not cut: what is no JSON stays as it is."""
@@ -580,61 +371,3 @@ def reader_of_calls(body: ChatCompletionRequest, written: str | None) -> Callabl
             schemas = {function.name: function.parameters or {} for function in functions}
             return partial(ToolCallReader, written, most=most, schemas=schemas)
     return None
-
-
-def tools_of(body: ChatCompletionRequest | TokenizeRequest) -> list[dict[str, Any]] | None:
-    """Return the tools that the chat template gets; as in vLLM, it gets them whatever the tool choice is."""
-    if isinstance(body, TokenizeRequest):
-        return body.tools
-    return [
-        tool.model_dump(exclude_unset=True)
-        if tool.type == "function"
-        else {"type": "function", "function": tool.called.model_dump(exclude_none=True)}
-        for tool in body.offered.values()
-        if tool.called is not None
-    ] or None
-
-
-def decoded_calls(calls: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, Any]]:
-    """Return the calls of message `number` with their arguments as objects, which chat templates expect.
-
-    Raises PromptError for arguments that are not JSON.
-    """
-    decoded = []
-    for place, call in enumerate(calls):
-        if isinstance(custom := call.get("custom"), Mapping):
-            told = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
-            decoded.append({"id": call.get("id"), "type": "function", "function": told})
-            continue
-        function = call.get("function")
-        if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-            decoded.append(dict(call))
-            continue
-        try:
-            arguments = json.loads(function["arguments"] or "{}")
-        except (ValueError, RecursionError):
-            where = f"messages.{number}.tool_calls.{place}.function.arguments"
-            raise PromptError(f"{where}: is not JSON; write an object, as text", param="messages") from None
-        decoded.append({**call, "function": {**function, "arguments": arguments}})
-    return decoded
-
-
-def taught(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """Return a conversation for a chat template that knows neither tools nor calls: both become text."""
-    plain = [_as_text(message) for message in messages]
-    if not tools:
-        return plain
-    text = _TEACHING.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    if plain and plain[0]["role"] == "system":
-        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}, *plain[1:]]
-    return [{"role": "system", "content": text}, *plain]
-
-
-def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose calls, or whose role `tool`, are text."""
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    calls = [call["function"] for call in message.get("tool_calls", ()) if isinstance(call.get("function"), Mapping)]
-    written = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
-    content = "\n".join([text for text in (message["content"],) if text] + written)
-    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}

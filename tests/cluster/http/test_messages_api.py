@@ -14,8 +14,8 @@ from cluster.text.tokenizer import Tokenizer
 from secateur.messages_api import Message, MessagesError, MessagesRequest
 from tests.cluster.http.test_responses_api import rendered, writing
 from tests.cluster.http.test_structured_outputs import matches
-from tests.cluster.text.test_tool_calls import CALLED
 from tests.support.fake_service import ANSWER, FakeService, fake_service
+from tests.support.tools import CALLED
 
 PATH = "/v1/messages"
 USER = [{"role": "user", "content": "Hi"}]

@@ -26,9 +26,9 @@ from cluster.text.answer_reader import AnswerReaders
 from cluster.text.tokenizer import Tokenizer
 from secateur.responses_api import LOGPROBS, OutputMessage, OutputText, ResponseObject, ResponsesRequest
 from tests.cluster.http.test_structured_outputs import matches
-from tests.cluster.text.test_tool_calls import CALLED
 from tests.support.fake_engine import score
 from tests.support.fake_service import ANSWER, FakeService, error_of, fake_service
+from tests.support.tools import CALLED
 from workers.comm.ipc import Submit, TokenChunk
 
 PATH = "/v1/responses"

@@ -1,11 +1,10 @@
-"""`python -m tests.cluster.serve.deploy_across ADDRESS CONFIG NUM_TOKENS` deploys a service at RAY_ADDRESS.
+"""`python -m tests.cluster.serve.deploy_across ADDRESS CONFIG` deploys a service at RAY_ADDRESS.
 
-ADDRESS: of this node; its proxy gets the requests. CONFIG: the arguments of the application, as JSON. NUM_TOKENS: of
-each answer.
+ADDRESS: of this node; its proxy gets the requests. CONFIG: the arguments of the application, as JSON.
 
-It prints `ready`, and for each line of its standard input, `plain` or `resuming`, the answer to a request: the first
-line tells that it has begun, the second has its tokens. A plain request fails when its connection breaks. It ends with
-its standard input.
+It prints `ready`, and for each line of its standard input, such as `plain 20` or `resuming 120`, an answer of so many
+tokens: the first line tells that it has begun, the second has its tokens. A plain request fails when its connection
+breaks. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ CLIENTS: dict[str, dict[str, Any]] = {"plain": {"retries": 0, "outage_timeout": 
 
 
 def main() -> None:
-    address, config, num_tokens = sys.argv[1:]
+    address, config = sys.argv[1:]
     ray.init(_node_ip_address=address)
     ray_serve.start(
         proxy_location="EveryNode",
@@ -37,9 +36,10 @@ def main() -> None:
     )
     ray_serve.run(build(AppArgs.load(json.loads(config))), name=APP_NAME, route_prefix="/")
     print("ready", flush=True)
-    for kind in sys.stdin:
+    for line in sys.stdin:
+        kind, num_tokens = line.split()
         tokens: list[int] = []
-        with Client(f"http://{address}:{PORT}", **CLIENTS[kind.strip()]) as client:
+        with Client(f"http://{address}:{PORT}", **CLIENTS[kind]) as client:
             for chunk in client.stream_complete(**ASKED, max_tokens=int(num_tokens)):
                 if not tokens:
                     print("begun", flush=True)

@@ -34,10 +34,13 @@ while socket.socket().connect_ex((sys.argv[1], 6379)):
 """
 ADDRESSES = {"head": "10.199.77.1", "other": "10.199.77.2"}
 START_S = 400.0
-CUT_S = 30.0
+HANG_S, CUT_S = 4.0, 12.0
+"""The link is cut for so long that a rank behind it counts as hung, and so does its actor, which is replaced."""
+SHORT, RUNNING, LONG = 20, 120, 1500
+"""Tokens of an answer; a running one takes longer than to lose a rank, a long one longer than the end of a head."""
 REDIS_PORT, PASSWORD = 6380, "between-the-two-nodes"
 ACROSS: dict[str, Any] = {
-    "engine_kwargs": {"device": "cpu", "tensor_parallel_size": 2, "no_speculation": True},
+    "engine_kwargs": {"device": "cpu", "tensor_parallel_size": 2, "no_speculation": True, "hang_timeout": HANG_S},
     # Verifier 0 and the replica on a node that has `head`, verifier 1 on one that has `other`.
     "placement_group_config": {
         "strategy": "PACK",
@@ -155,17 +158,17 @@ class TwoNodes:
 class Deployed:
     """The process that deploys a service and asks it."""
 
-    def __init__(self, nodes: TwoNodes, node: str, config: dict[str, Any], num_tokens: int) -> None:
-        command = ["-m", "tests.cluster.serve.deploy_across", ADDRESSES[node], json.dumps(config), str(num_tokens)]
+    def __init__(self, nodes: TwoNodes, node: str, config: dict[str, Any]) -> None:
+        command = ["-m", "tests.cluster.serve.deploy_across", ADDRESSES[node], json.dumps(config)]
         self._process = nodes.run(node, *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
         assert self.line() == "ready"
 
-    def ask(self, client: str = "resuming") -> None:
+    def ask(self, num_tokens: int, client: str = "resuming") -> None:
         """Send a request, and wait until its answer has begun. client: "plain" = it does not outlive its connection."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{client}\n")
+        self._process.stdin.write(f"{client} {num_tokens}\n")
         self._process.stdin.flush()
         assert self.line() == "begun"
 
@@ -244,20 +247,20 @@ def ranks(nodes: TwoNodes) -> dict[str, tuple[int, str]]:
 def test_an_engine_across_two_nodes_outlives_a_cut_link_and_the_loss_of_a_node(nodes: TwoNodes) -> None:
     nodes.start("head")
     nodes.start("other")
-    service = Deployed(nodes, "head", ACROSS, num_tokens=300)  # 10 s between the nodes
+    service = Deployed(nodes, "head", ACROSS)
     first = ranks(nodes)
     assert {name: node for name, (_, node) in first.items()} == {"verifier 0": "head", "verifier 1": "other"}
-    service.ask()
+    service.ask(RUNNING)
     wanted = service.answer()
-    assert len(wanted) == 300
+    assert len(wanted) == RUNNING
 
-    service.ask()
+    service.ask(RUNNING)
     nodes.set_link("down")
     time.sleep(CUT_S)
     nodes.set_link("up")
     assert service.answer() == wanted
 
-    service.ask()
+    service.ask(RUNNING)
     nodes.kill("other")
     time.sleep(1.0)
     nodes.start("other")
@@ -275,24 +278,24 @@ def test_with_redis_the_loss_of_the_head_stops_no_answer_and_its_successor_takes
     nodes.start_redis()
     nodes.start("head")
     nodes.start("other")
-    service = Deployed(nodes, "other", BESIDE_THE_HEAD, num_tokens=1500)  # longer than the end of a head takes
+    service = Deployed(nodes, "other", BESIDE_THE_HEAD)
     first, first_ranks = replica(nodes), ranks(nodes)
-    service.ask()
+    service.ask(LONG)
     wanted = service.answer()
 
-    service.ask("plain")
+    service.ask(LONG, "plain")
     nodes.kill("head")
     assert service.is_answering
     assert service.answer() == wanted, "a running answer"
-    service.ask("plain")
-    assert service.answer() == wanted, "a request while there is no head"
+    service.ask(SHORT, "plain")
+    assert service.answer() == wanted[:SHORT], "a request while there is no head"
 
     nodes.start("head")
-    service.ask("plain")
-    assert service.answer() == wanted
+    service.ask(SHORT, "plain")
+    assert service.answer() == wanted[:SHORT]
     assert (replica(nodes), ranks(nodes)) == (first, first_ranks)
 
-    service.ask()
+    service.ask(RUNNING)
     os.kill(first, signal.SIGKILL)
-    assert service.answer() == wanted, "the new head replaces the replica, and the client resumes"
+    assert service.answer() == wanted[:RUNNING], "the new head replaces the replica, and the client resumes"
     assert replica(nodes) != first

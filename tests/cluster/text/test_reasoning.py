@@ -18,11 +18,10 @@ from cluster.text.tokenizer import Tokenizer
 from secateur.requests import ChatCompletionRequest
 from tests.cluster.http.test_responses_api import events, writing
 from tests.cluster.http.test_structured_outputs import matches
-from tests.cluster.text.test_tool_calls import CALLED, CHAT, HERMES, TOOLS, copied_tokenizer
 from tests.support.fake_service import fake_service, stream
+from tests.support.tools import CALLED, CHAT, HERMES, HI, TOOLS, copied_tokenizer
 from workers.sampling.grammar import ThoughtMarks, TokenTable, grammar_text
 
-HI = {"role": "user", "content": "a"}
 TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ tools }}{{ reasoning_effort }}"
     f"{{% if false %}}{HERMES}{{% endif %}}{{% if inside %}}<think>\n{{% endif %}}"
