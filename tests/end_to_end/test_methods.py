@@ -18,18 +18,26 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support import checkpoints
-from tests.support.engines import BUNDLED, GeneratedAnswer, GenerationJob, Runner, bundled, prompts, pruned
-from workers.comm.ipc import Speculation
-from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, TreeConfig
+from tests.support.engines import BUNDLED, GeneratedAnswer, GenerationJob, Runner, ask, bundled, prompts
+from workers.comm.ipc import Speculation, Submit
+from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.sampling.grammar import grammar_text
 from workers.settings import Constraints, SamplingSettings
 
 TREE = TreeConfig(num_speculative_tokens=12, max_depth=5, max_children=4)
 CHAIN = TreeConfig(kind="chain", num_speculative_tokens=4)
-OFF = Speculation(enabled=False)
+OFF, DRAFTED = Speculation(enabled=False), Speculation(auto=False)
+PRUNED = replace(DRAFTED, rules={"min_prob": 0.1, "path_prob": 0.01})
+DEAR = PruneConfig(
+    auto=True,
+    prompt_lookup=False,
+    simulated_costs=SimulatedCosts(step_ms=1, row_ms=1, draft_ms=1000, level_ms=1000),
+)
+"""Under `auto` drafting is off, because it is dear, for the 31 steps before it is probed."""
 
 
 def engine(target: Path, draft: DraftConfig) -> EngineConfig:
+    draft = replace(draft, tree=replace(draft.tree, prune=DEAR))
     return EngineConfig(model_path=str(target), draft=draft, max_model_len=256, max_num_seqs=8, step_timeout_s=120.0)
 
 
@@ -134,7 +142,8 @@ def bigrams(folder: Path, tree: TreeConfig, **options: int) -> EngineConfig:
     draft = DraftConfig(
         method="dspark", model_path=str(head), tensor_parallel_size=options.pop("draft_tp", 1), tree=tree
     )
-    return replace(engine(BUNDLED / "target", draft), max_model_len=512, **options)  # type: ignore[arg-type]
+    config = replace(engine(BUNDLED / "target", draft), max_model_len=512, eos_token_ids=(0, 2))
+    return replace(config, **options)  # type: ignore[arg-type]
 
 
 def peagle(folder: Path, tree: TreeConfig, **options: int) -> EngineConfig:
@@ -149,8 +158,8 @@ def peagle(folder: Path, tree: TreeConfig, **options: int) -> EngineConfig:
 
 METHODS: dict[str, Callable[[Path], EngineConfig]] = {
     "dspark of the bundled target": lambda folder: bigrams(folder, TREE),
-    "dspark of the bundled target, pruned, TP 2, draft TP 2": lambda folder: bigrams(
-        folder, pruned(min_prob=0.1, path_prob=0.01), tensor_parallel_size=2, draft_tp=2
+    "dspark of the bundled target, TP 2, draft TP 2": lambda folder: bigrams(
+        folder, TREE, tensor_parallel_size=2, draft_tp=2
     ),
     "dspark": lambda folder: block_head(folder, "deepspec", 2, 64),  # the anchor's slot predicts, and sees one feature
     "dflash": lambda folder: block_head(folder, "z-lab", 3, 0),  # the slot behind it does
@@ -165,7 +174,14 @@ METHODS: dict[str, Callable[[Path], EngineConfig]] = {
 }
 
 
-@pytest.fixture(scope="module", params=METHODS.values(), ids=METHODS.keys())
+MORE_OF_A_KIND = ("p-eagle of the bundled target",)
+PARAMS = [
+    pytest.param(config, id=name, marks=pytest.mark.full if name in MORE_OF_A_KIND else ())
+    for name, config in METHODS.items()
+]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     with Runner(request.param(tmp_path_factory.mktemp("models"))) as runner:
         yield runner
@@ -193,15 +209,37 @@ def test_tokens_equal_those_without_speculation(runner: Runner, temperature: flo
         for seed, prompt in enumerate(some_prompts(runner))
     ]
     plain = runner.run([replace(job, speculation=OFF) for job in jobs])
-    drafted = runner.run(jobs, concurrency=3)
+    drafted = runner.run([replace(job, speculation=DRAFTED) for job in jobs], concurrency=3)
     assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
     assert all(answer.stats.num_drafts == 0 for answer in plain)
+    if temperature:
+        pruned = runner.run([replace(job, speculation=PRUNED) for job in jobs], concurrency=3)
+        assert [answer.tokens for answer in pruned] == [answer.tokens for answer in plain]
     least = {"ngram": 1.3, "eagle": 3.0, "mtp": 3.0, "dspark": 3.0, "dflash": 1.8}
     is_taught = runner.config.model_path != str(BUNDLED / "target") or runner.config.draft.method == "ngram"
     assert acceptance_length(drafted) > (least[runner.config.draft.method] if is_taught else 1.2)
 
 
-def test_a_grammar_and_penalties_hold_for_drafts_of_one_pass(tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [17, 50])
+@pytest.mark.parametrize("is_auto", [True, False])
+def test_a_short_prompt_is_found_the_second_time_whether_or_not_it_is_drafted_for(
+    runner: Runner, is_auto: bool, length: int
+) -> None:
+    rng = random.Random(length)
+    submit = Submit(
+        id=0, prompt=[rng.randrange(3, 63) for _ in range(length)], max_tokens=8,
+        sampling=SamplingSettings(seed=length),
+        ignore_eos=True, speculation=Speculation(auto=is_auto), cache_salt=f"{is_auto} {length}",
+    )  # fmt: skip
+    first, second = (ask(runner, submit) for _ in range(2))
+    if runner.config.draft.method != "ngram":  # there is hardly anything to look up
+        assert all((told[-1].stats.num_drafts > 0) != is_auto for told in (first, second))
+    assert [token for chunk in first for token in chunk.tokens] == [token for chunk in second for token in chunk.tokens]
+    assert (first[-1].num_cached_tokens, second[-1].num_cached_tokens) == (0, (length - 1) // 16 * 16)
+
+
+@pytest.mark.parametrize("runner", PARAMS[:1], indirect=True)
+def test_a_grammar_and_penalties_hold_for_drafts_of_one_pass(runner: Runner) -> None:
     """Constraints follow each node's own path, although no node has been run."""
     grammar = grammar_text("regex", "[A-Z][a-z]{2,9}( [0-9]{1,4}){0,8}", whitespace="none")
     asked = (Constraints(grammar=grammar), Constraints(frequency_penalty=0.7, repetition_penalty=1.2))
@@ -210,15 +248,16 @@ def test_a_grammar_and_penalties_hold_for_drafts_of_one_pass(tmp_path: Path) -> 
             prompt=prompt,
             max_tokens=24,
             sampling=SamplingSettings(temperature=temperature, seed=seed, constraints=constraints),
+            speculation=DRAFTED,
         )
         for seed, prompt in enumerate(prompts(3))
         for temperature in (0.0, 0.9)
         for constraints in asked
     ]
-    with Runner(replace(bigrams(tmp_path, TREE), eos_token_ids=(0, 2))) as runner:
-        plain = runner.run([replace(job, speculation=OFF) for job in jobs])
-        drafted = runner.run(jobs, concurrency=4)
-        sampled = runner.run([replace(job, speculation=Speculation(acceptance="rejection")) for job in jobs], 4)
+    rejecting = replace(DRAFTED, acceptance="rejection")
+    plain = runner.run([replace(job, speculation=OFF) for job in jobs], concurrency=4)
+    drafted = runner.run(jobs, concurrency=4)
+    sampled = runner.run([replace(job, speculation=rejecting) for job in jobs], concurrency=4)
     assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
     assert acceptance_length(drafted) > 1.05 and acceptance_length(sampled) > 1.05
     greedy = [i for i, job in enumerate(jobs) if not job.sampling.temperature]

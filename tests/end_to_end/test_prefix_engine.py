@@ -1,23 +1,15 @@
-"""A long shared prefix of two requests in real engines: computed once, without a change of the output.
-
-`pytest -s` reports the time to the first token with and without it.
-"""
+"""A long shared prefix of two requests in real engines: computed once, without a change of the output."""
 
 from __future__ import annotations
 
-import asyncio
-import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 
-from cluster.engine.engine_client import EngineClient
-from cluster.engine.local_engine import LocalEngine
-from tests.end_to_end.test_methods import METHODS
-from tests.support.engines import DYNAMIC, bundled, prompts
+from tests.support.engines import DYNAMIC, Runner, ask, bundled, prompts
 from workers.comm.ipc import RequestStats, Speculation, Submit
-from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts
+from workers.config import DraftConfig
 from workers.settings import SamplingSettings
 
 PREFIX = [token for prompt in prompts() for token in prompt][:1000]
@@ -44,83 +36,38 @@ class Told:
     tokens: list[int]
     stats: RequestStats  # the same trees
     num_cached: int
-    first_token_ms: float
 
 
-async def ask(client: EngineClient, prompt: list[int], kind: str, salt: str) -> Told:
+def told(runner: Runner, prompt: list[int], kind: str, salt: str) -> Told:
     sampling, speculation = ASKED[kind]
     submit = Submit(
-        id=client.new_id(), prompt=prompt, max_tokens=24, sampling=sampling, speculation=speculation, ignore_eos=True,
-        cache_salt=salt,
-    )  # fmt: skip
-    began, first, tokens = time.perf_counter(), 0.0, []
-    async for chunk in client.submit(submit):
-        first = first or 1e3 * (time.perf_counter() - began)
-        tokens += chunk.tokens
-    assert chunk.stats is not None
-    return Told(tokens, chunk.stats, chunk.num_cached_tokens, first)
+        id=0, prompt=prompt, max_tokens=24, sampling=sampling, speculation=speculation, ignore_eos=True, cache_salt=salt
+    )
+    chunks = ask(runner, submit)
+    assert chunks[-1].stats is not None
+    tokens = [token for chunk in chunks for token in chunk.tokens]
+    return Told(tokens, chunks[-1].stats, chunks[-1].num_cached_tokens)
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [pytest.param(e, marks=[] if e in ("off", "eagle3", "draft_model") else pytest.mark.full) for e in ENGINES],
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(e, marks=[] if e in ("off", "eagle3", "draft_model") else pytest.mark.full) for e in ENGINES],
 )
-def test_a_request_behind_a_shared_prefix_computes_the_rest_alone(engine):
-    async def compare() -> None:
-        async with LocalEngine(ENGINES[engine]) as client:
-            await ask(client, SECOND[-40:], "greedy", "warm-up")
-            for kind in ASKED:
-                alone = await ask(client, SECOND, kind, f"{kind} alone")
-                before = replace(client.stats)
-                await ask(client, FIRST, kind, kind)
-                second = await ask(client, SECOND, kind, kind)
-                if kind != "rejection":  # whose seed promises no tokens
-                    assert (second.tokens, second.stats) == (alone.tokens, alone.stats), kind
-                assert (alone.num_cached, second.num_cached) == (0, SHARED)
-                assert client.stats.prefix_cache_queries - before.prefix_cache_queries == len(FIRST) + len(SECOND)
-                assert client.stats.prefix_cache_hits - before.prefix_cache_hits == SHARED
-                told = f"{alone.first_token_ms:.0f} ms alone, {second.first_token_ms:.0f} ms behind a shared prefix"
-                print(f"\n{engine}, {kind}: first token after {told}")
-            if ENGINES[engine].draft is not None:
-                assert alone.stats.num_drafts > 0
-
-    asyncio.run(compare())
+def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    with Runner(ENGINES[request.param]) as running:
+        yield running
 
 
-REPEATED = {**METHODS, **{name: lambda _, name=name: ENGINES[name] for name in ("off", "eagle3", "draft_model")}}
-DEAR = PruneConfig(
-    auto=True,
-    prompt_lookup=False,
-    simulated_costs=SimulatedCosts(step_ms=1, row_ms=1, draft_ms=1000, level_ms=1000),
-)
-
-
-def under_auto(config: EngineConfig) -> EngineConfig:
-    """Return the same with drafting off, because it is dear, for the 31 steps before `auto` probes it."""
-    if (draft := config.draft) is None:
-        return config
-    return replace(config, draft=replace(draft, tree=replace(draft.tree, prune=DEAR)))
-
-
-@pytest.mark.parametrize("method", REPEATED)
-def test_a_short_prompt_is_found_the_second_time_whether_or_not_it_is_drafted_for(method: str, tmp_path: Path) -> None:
-    async def compare() -> None:
-        config = under_auto(REPEATED[method](tmp_path))
-        async with LocalEngine(config) as client:
-            for is_auto in (True, False):
-                for length in (17, 50):
-                    prompt = [3 + token % 60 for token in SECOND[:length]]
-                    submit = Submit(
-                        id=0, prompt=prompt, max_tokens=8, sampling=SamplingSettings(seed=length), ignore_eos=True,
-                        speculation=Speculation(auto=is_auto), cache_salt=f"{is_auto} {length}",
-                    )  # fmt: skip
-                    told = []
-                    for _ in range(2):
-                        own = [c async for c in client.submit(replace(submit, id=client.new_id()))]
-                        told.append(([token for chunk in own for token in chunk.tokens], own[-1].num_cached_tokens))
-                        if method not in ("off", "ngram"):  # there is hardly anything to look up
-                            assert (own[-1].stats.num_drafts > 0) != is_auto
-                    best = (length - 1) // 16 * 16
-                    assert told[1] == (told[0][0], best) and told[0][1] == 0, (is_auto, length)
-
-    asyncio.run(compare())
+def test_a_request_behind_a_shared_prefix_computes_the_rest_alone(runner: Runner) -> None:
+    for kind in ASKED:
+        alone = told(runner, SECOND, kind, f"{kind} alone")
+        before = replace(runner.stats)
+        told(runner, FIRST, kind, kind)
+        second = told(runner, SECOND, kind, kind)
+        if kind != "rejection":  # whose seed promises no tokens
+            assert (second.tokens, second.stats) == (alone.tokens, alone.stats), kind
+        assert (alone.num_cached, second.num_cached) == (0, SHARED)
+        assert runner.stats.prefix_cache_queries - before.prefix_cache_queries == len(FIRST) + len(SECOND)
+        assert runner.stats.prefix_cache_hits - before.prefix_cache_hits == SHARED
+    if runner.config.draft is not None:
+        assert alone.stats.num_drafts > 0

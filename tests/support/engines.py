@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -9,10 +10,21 @@ from cluster.bench.runner import GeneratedAnswer, GenerationJob, Runner  # noqa:
 from cluster.bench.setup import encode_prompts
 from cluster.text.tokenizer import Tokenizer
 from secateur.prompts import BUNDLED_PROMPTS, read_prompts
+from workers.comm.ipc import Submit, TokenChunk
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
 
 ROOT = Path(__file__).parents[2]
 BUNDLED = ROOT / "secateur" / "bundled"
+
+
+def ask(runner: Runner, submit: Submit) -> list[TokenChunk]:
+    """Send a request under an id of its own; return all that the engine tells."""
+    client = runner._engine.client
+
+    async def told() -> list[TokenChunk]:
+        return [chunk async for chunk in client.submit(replace(submit, id=client.new_id()))]
+
+    return runner._loop.run_until_complete(told())
 
 
 @cache
