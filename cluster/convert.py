@@ -22,7 +22,7 @@ from cluster.system.progress import Progress
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tokenizer_files import lacking_package
 from secateur.config import EngineArgs, resolve_model
-from secateur.errors import ConfigError, Problem
+from secateur.errors import ConfigError, MissingModelError, Problem
 from secateur.install import install_command
 from secateur.requests import DEFAULTED, ChatCompletionRequest
 from secateur.schema import problems_of
@@ -236,18 +236,22 @@ def fetch_weights(args: EngineArgs, config: EngineConfig, progress: Progress | N
 
 
 def model_folder(name: str, revision: str | None = None) -> Path:
-    """Return the folder of a model, given as a path, an id or an alias. Its weights may be missing. Raises ConfigError.
+    """Return the folder of a model, given as a path, an id or an alias. Its weights may be missing.
 
-    A GGUF file is converted to a folder in the user's cache (XDG Base Directory Specification).
+    A GGUF file is converted to a folder in the user's cache (XDG Base Directory Specification). Raises ConfigError,
+    MissingModelError if the model is not here.
     """
     path = Path(resolve_model(name)).expanduser()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "secateur"
     try:
         return describe(path, cache / "gguf") if is_gguf(path) else resolve_path(str(path), revision)
-    except (FileNotFoundError, ValueError) as error:
+    except FileNotFoundError as error:
+        raise MissingModelError(str(error)) from error
+    except ValueError as error:
         raise ConfigError(str(error)) from error
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{path}: reading it takes {error.name!r}; install it: {install_command('gguf')}") from error
+        told = f"{path}: reading it takes {error.name!r}; install it: {install_command('gguf')}"
+        raise MissingModelError(told) from error
 
 
 def _with_folder(draft: DraftConfig, target: Path) -> DraftConfig:

