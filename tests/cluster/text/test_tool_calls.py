@@ -151,6 +151,26 @@ WRITTEN: list[tuple[str, str, str, Calls]] = [
 
 RECORDED: list[tuple[str, str, str, Calls]] = [
     (
+        "hermes",
+        'I look.\n<tool_call>\n{"name": "f", "arguments": {"a": "if a < \\"b\\":\\n    🌳"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
+        "I look.",
+        [("f", '{"a": "if a < \\"b\\":\\n    🌳"}'), ("g", "{}")],
+    ),
+    ("llama3_json", '{"name": "f", "parameters": {"a": "🌳", "n": 3}}', "", [("f", '{"a": "🌳", "n": 3}')]),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "🌳"}, "id": "a1b2c3d4e"}, {"name": "g", "arguments": {}}]',
+        "",
+        [("f", '{"a": "🌳"}'), ("g", "{}")],
+    ),
+    (
+        "mistral",
+        'I look.[TOOL_CALLS]f[ARGS]{"a": "b"}[TOOL_CALLS]g[ARGS]{}',
+        "I look.",
+        [("f", '{"a": "b"}'), ("g", "{}")],
+    ),
+    (
         "qwen3_coder",
         'I look.\n\n<tool_call>\n<function=f>\n<parameter=a>\nif a < "b":\n    🌳\n</parameter>\n<parameter=n>\n3\n'
         "</parameter>\n<parameter=o>\nNone\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n"
@@ -232,6 +252,7 @@ RECORDED: list[tuple[str, str, str, Calls]] = [
     ),
 ]
 """Answers as the published templates write them."""
+assert {format for format, *_ in RECORDED} == set(FORMATS)
 
 
 @pytest.mark.parametrize(("format", "text", "content", "calls"), WRITTEN + RECORDED)
