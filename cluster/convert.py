@@ -29,7 +29,7 @@ from secateur.schema import problems_of
 from secateur.speculative import SpeculativeConfig
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.models.config_json import read_json
-from workers.models.draft_methods import METHODS, check_kinds, method_of, read_draft_spec
+from workers.models.draft_methods import METHODS, check_kinds, method_of, read_draft_spec, read_specs
 from workers.models.gguf import convert_weights, describe, is_gguf
 from workers.models.hub import fetch_weights as fetch_from_hub
 from workers.models.hub import resolve_path
@@ -213,13 +213,15 @@ def fetch_weights(args: EngineArgs, config: EngineConfig, progress: Progress | N
     """Download the weights of Hugging Face ids that are not in the local cache, and convert those of GGUF files.
 
     Call it last, when all arguments are checked. config: what `engine_config` returned for `args`. progress: is told
-    what takes long. Raises ConfigError if a model has no weights.
+    what takes long. Raises ConfigError if a model has no weights, or a pickle, whose header could not be read before,
+    lacks a tensor.
     """
     progress = progress or Progress(is_shown=False)
     names = [(args.model, config.model_path)]
     if config.draft is not None and method_of(config.draft).weights == "own":
         assert args.speculative_config is not None and args.speculative_config.model is not None
         names.append((args.speculative_config.model, config.draft.model_path))
+    fetched: list[str] = []
     for name, folder in names:
         source = Path(resolve_model(name)).expanduser()
         try:
@@ -230,9 +232,13 @@ def fetch_weights(args: EngineArgs, config: EngineConfig, progress: Progress | N
                 fetch_from_hub(str(source), Path(folder))  # checks that they are there
             else:
                 with progress.during("fetching weights that are not here yet"):
-                    fetch_from_hub(str(source), Path(folder))
+                    fetched += fetch_from_hub(str(source), Path(folder))
         except (FileNotFoundError, ValueError) as error:
             raise ConfigError(str(error)) from error
+    if any(name.endswith(".bin") for name in fetched):
+        from cluster.door import check_tensors  # imports torch
+
+        check_tensors(args, config, read_specs(config))
 
 
 def model_folder(name: str, revision: str | None = None) -> Path:

@@ -17,8 +17,9 @@ COMMIT = "c" * 40
 class FakeHub(ThreadingHTTPServer):
     """Every `root/organisation/model` is a repository with one commit. `fetched` lists downloaded files in order.
 
-    Any revision is that commit; `revisions` holds those that were asked for. `peeked` lists files of which a part was
-    asked for.
+    Any revision is that commit; `revisions` holds those that were asked for. `peeked` lists files whose beginning was
+    asked for, `resumed` those whose rest was, with its first byte. A file in `cuts` breaks off once, after so many
+    bytes; a file in `lost` always does, at once.
     """
 
     daemon_threads = True
@@ -29,6 +30,9 @@ class FakeHub(ThreadingHTTPServer):
         self.fetched: list[str] = []
         self.peeked: list[str] = []
         self.revisions: set[str] = set()
+        self.resumed: list[tuple[str, int]] = []
+        self.cuts: dict[str, int] = {}
+        self.lost: set[str] = set()
 
     @property
     def url(self) -> str:
@@ -58,13 +62,10 @@ class _Answer(BaseHTTPRequestHandler):
                 self._send(200 if files else 404, json.dumps(found).encode())
             case [_, _, "resolve", _, *name] if (path := self._path(parts)).is_file():
                 body, asked = path.read_bytes(), self.headers.get("Range")
-                if self.command == "GET":
-                    requests = self.server.peeked if asked else self.server.fetched
-                    requests.append(f"{parts[0]}/{parts[1]}:{'/'.join(name)}")
-                if asked:
-                    start, _, end = asked.removeprefix("bytes=").partition("-")
-                    body = body[int(start) : int(end) + 1 if end else None]
-                self._send(206 if asked else 200, body)
+                start, _, end = (asked or "bytes=0-").removeprefix("bytes=").partition("-")
+                body = body[int(start) : int(end) + 1 if end else None]
+                cut = self._note(f"{parts[0]}/{parts[1]}:{'/'.join(name)}", int(start), end)
+                self._send(206 if asked else 200, body, cut)
             case _:
                 self._send(404, b"{}")
 
@@ -74,7 +75,18 @@ class _Answer(BaseHTTPRequestHandler):
         organisation, model, _, _, *name = parts
         return self.server.root.joinpath(organisation, model, *name)
 
-    def _send(self, status: int, body: bytes) -> None:
+    def _note(self, name: str, start: int, end: str) -> int | None:
+        """Note what was asked for; return where the answer breaks off, None = nowhere."""
+        hub = self.server
+        if self.command != "GET":
+            return None
+        if start:
+            hub.resumed.append((name, start))
+        else:
+            (hub.peeked if end else hub.fetched).append(name)
+        return 0 if name in hub.lost else None if end else hub.cuts.pop(name, None)
+
+    def _send(self, status: int, body: bytes, cut: int | None = None) -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json" if "/api/" in self.path else "application/octet-stream")
         self.send_header("Content-Length", str(len(body)))
@@ -84,7 +96,8 @@ class _Answer(BaseHTTPRequestHandler):
             self.send_header("X-Error-Code", "EntryNotFound")
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body)
+            self.wfile.write(body[:cut])
+        self.close_connection |= cut is not None
 
     def log_message(self, format: str, *args: object) -> None:
         pass

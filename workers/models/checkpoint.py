@@ -246,7 +246,8 @@ def weight_names(path: Path, present: Collection[str]) -> list[str]:
     """Return a checkpoint's weight files among the files `present` in its folder or repository.
 
     These are sharded or single safetensors, else pickles. Of safetensors with other names, all are read but
-    "consolidated" ones, which repeat the weights under Mistral's names. Raises ValueError for an index without files.
+    "consolidated" ones, which repeat the weights under Mistral's names, and adapters. Raises ValueError for an index
+    without files.
     """
     if "model.safetensors.index.json" in present:
         return _indexed(path / "model.safetensors.index.json")
@@ -255,7 +256,7 @@ def weight_names(path: Path, present: Collection[str]) -> list[str]:
     if "pytorch_model.bin.index.json" in present:
         return _indexed(path / "pytorch_model.bin.index.json")
     others = [name for name in present if Path(name).name == name and name.endswith(".safetensors")]
-    found = sorted(name for name in others if not name.startswith("consolidated"))
+    found = sorted(name for name in others if not name.startswith(("consolidated", "adapter_model")))
     return found or ["pytorch_model.bin" if "pytorch_model.bin" in present else "model.safetensors"]
 
 

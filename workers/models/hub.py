@@ -38,10 +38,11 @@ def resolve_path(name: str, revision: str | None = None) -> Path:
         raise FileNotFoundError(f"cannot find checkpoint {name!r}, neither a folder nor on the hub: {error}") from error
 
 
-def fetch_weights(name: str, folder: Path) -> None:
+def fetch_weights(name: str, folder: Path) -> list[str]:
     """Download the weight files of a hub id into `folder`, the result of `resolve_path`, unless they are there.
 
-    For a local folder, only check that they exist. Raises FileNotFoundError if they do not, or the download fails.
+    For a local folder, only check that they exist. Returns the names of those that were not there. Raises
+    FileNotFoundError if they do not exist, or the download fails.
     """
     is_local = Path(name).expanduser().is_dir()
     wanted = weight_files(name, folder)
@@ -53,9 +54,9 @@ def fetch_weights(name: str, folder: Path) -> None:
             snapshot_download(name, revision=folder.name, allow_patterns=missing)
         except Exception as error:
             raise FileNotFoundError(f"cannot fetch the weights of {name!r} from the hub: {error}") from error
-        missing = [file for file in missing if not (folder / file).exists()]
-    if missing:
-        raise FileNotFoundError(f"no weights in {folder}: {', '.join(missing)} not found")
+    if lost := [file for file in missing if not (folder / file).exists()]:
+        raise FileNotFoundError(f"no weights in {folder}: {', '.join(lost)} not found")
+    return missing
 
 
 def weight_files(name: str, folder: Path) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 
 import secateur
 from cluster.convert import engine_config, fetch_weights, with_tokenizer
+from cluster.pairs import settled
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from tests.support import checkpoints
@@ -23,7 +24,7 @@ from workers.models.checkpoint import Weights
 from workers.models.hub import resolve_path
 
 BUNDLED = Path(secateur.__file__).parent / "bundled"
-WEIGHTS = (".safetensors", ".bin", ".pth", ".gguf", ".onnx")
+WEIGHTS = (".safetensors", ".bin", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 
 
 @pytest.fixture
@@ -35,6 +36,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         yield hub
+        assert len(set(hub.fetched)) == len(hub.fetched), "a file was fetched twice"
 
 
 def publish(hub: FakeHub, name: str, *, shards: int = 1, tokenizer: bool = True, **config: Any) -> Path:
@@ -44,7 +46,8 @@ def publish(hub: FakeHub, name: str, *, shards: int = 1, tokenizer: bool = True,
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(BUNDLED / "target" / file, folder)
     for unread in ("consolidated.safetensors", "original/consolidated.00.pth", "original/model.safetensors",
-                   "original/params.json", "onnx/model.onnx", "model.gguf", "README.md"):  # fmt: skip
+                   "original/params.json", "onnx/model.onnx", "model.gguf", "tf_model.h5",
+                   "flax_model.msgpack", "adapter_model.safetensors", "README.md"):  # fmt: skip
         (folder / unread).parent.mkdir(exist_ok=True)
         (folder / unread).write_bytes(b"{}")
     return folder
@@ -52,7 +55,7 @@ def publish(hub: FakeHub, name: str, *, shards: int = 1, tokenizer: bool = True,
 
 def start(**fields: Any) -> EngineConfig:
     """Run all preparations of a model before an engine starts."""
-    args = EngineArgs.load({"device": "cpu", "no_speculation": "speculative_config" not in fields, **fields})
+    args = settled(EngineArgs.load({"device": "cpu", **fields}))
     config, _ = with_tokenizer(args, engine_config(args))
     fetch_weights(args, config)
     return config
@@ -144,6 +147,38 @@ def test_the_drafters_weights_are_downloaded_too(hub: FakeHub) -> None:
     assert sorted(weights(hub.fetched)) == ["org/draft:model.safetensors", "org/llama:model.safetensors"]
 
 
+def test_a_speculator_fetches_its_pair_and_the_weights_last(hub: FakeHub) -> None:
+    publish(hub, "org/target", hidden_size=64)
+    head = checkpoints.write_eagle3(hub.root / "org/head", style="speculators")
+    checkpoints.edit_config(head, speculators_config={"verifier": {"name_or_path": "org/target"}})
+    config = start(model="org/head")
+    assert config.draft is not None and config.draft.method == "eagle3"
+    assert sorted(hub.fetched[-2:]) == ["org/head:model.safetensors", "org/target:model.safetensors"]
+    assert len(weights(hub.fetched)) == 2 and {"org/head:config.json", "org/target:config.json"} <= set(hub.fetched)
+
+
+def test_a_transfer_that_breaks_off_goes_on_where_it_was(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 1 << 12)
+    folder, name = publish(hub, "org/llama"), "org/llama:model.safetensors"
+    hub.cuts[name] = 5 << 12
+    found = Path(start(model="org/llama").model_path)
+    assert hub.resumed == [(name, 5 << 12)] and hub.fetched.count(name) == 1
+    assert (found / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_a_later_start_fetches_only_the_files_that_are_missing(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
+    folder = publish(hub, "org/llama", shards=3)
+    shards = sorted(f"org/llama:{path.name}" for path in folder.glob("model-*.safetensors"))
+    hub.lost = {shards[-1]}
+    with pytest.raises(ConfigError, match="cannot fetch the weights of 'org/llama' from the hub"):
+        start(model="org/llama")
+    hub.lost = set()
+    hub.fetched.clear()
+    start(model="org/llama")
+    assert hub.fetched == [shards[-1]]
+
+
 def test_pickles_are_downloaded_only_without_safetensors(hub: FakeHub) -> None:
     publish(hub, "org/target", hidden_size=64)
     head = checkpoints.write_eagle3(hub.root / "org/eagle3-head", bin_file=True)
@@ -191,3 +226,12 @@ def test_a_head_of_another_width_is_refused_by_its_header(hub: FakeHub) -> None:
     with pytest.raises(ConfigError, match=r"eagle3-head.*: fc.weight is \(64, 128\), this target needs \(64, 192\)"):
         start(model="org/llama", speculative_config={"method": "eagle3", "model": "org/eagle3-head"})
     assert weights(hub.fetched) == []
+
+
+def test_a_pickle_is_checked_before_the_start_though_it_has_no_header(hub: FakeHub) -> None:
+    publish(hub, "org/llama", hidden_size=64)
+    checkpoints.write_eagle3(hub.root / "org/eagle3-head", bin_file=True, intermediate_size=80)
+    checkpoints.edit_config(hub.root / "org/eagle3-head", intermediate_size=96)
+    with pytest.raises(ConfigError, match=r"gate_proj.weight is \(80, 64\), config.json asks for \(96, 64\)"):
+        start(model="org/llama", speculative_config={"method": "eagle3", "model": "org/eagle3-head"})
+    assert weights(hub.fetched) == ["org/llama:model.safetensors", "org/eagle3-head:pytorch_model.bin"]
