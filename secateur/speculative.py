@@ -274,7 +274,8 @@ def _method_of_folder(folder: FilePath) -> str | None:
         return "eagle3"
     if (tensors := _tensor_names(folder / "model.safetensors")) is not None:
         return "eagle" if "fc.weight" in tensors else "draft_model"
-    return "draft_model" if (raw.get("num_hidden_layers") or 0) > 1 else None
+    layers = raw.get("num_hidden_layers") or 0  # no model has one alone
+    return "draft_model" if layers > 1 else "eagle" if layers == 1 else None
 
 
 def _tensor_names(file: FilePath) -> set[str] | None:

@@ -31,7 +31,7 @@ from workers.kv_cache import KVPool
 from workers.models.checkpoint import Weights
 from workers.models.decoder import DecoderLayer
 from workers.models.eagle3_format import canonical_name
-from workers.models.fusion import EAGLE3_TENSORS, load_fusion
+from workers.models.fusion import is_of_eagle3_fusion, load_fusion
 from workers.models.layers import Attention, Mlp, RankWeights, gather_vocab
 from workers.models.specs import Eagle3Spec
 from workers.types import AttentionMetadata
@@ -67,7 +67,7 @@ class Eagle3Head(FeatureHead):
 
     def is_foreign(self, name: str) -> bool:
         """See `DraftHead`. The target-to-draft mask is redundant given d2t."""
-        return name in EAGLE3_TENSORS or name == "t2d"
+        return is_of_eagle3_fusion(name) or name == "t2d"
 
     @torch.inference_mode()
     def forward(

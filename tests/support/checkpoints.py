@@ -369,17 +369,18 @@ def write_eagle3(
 ) -> Path:
     """Write a random EAGLE-3 head whose config fields default to those of `write_model`.
 
-    parallel: fields that only a P-EAGLE head has; None = EAGLE-3.
+    aux_layer_ids: of the target's layers whose features it reads, three by default. parallel: fields that only a
+    P-EAGLE head has; None = EAGLE-3.
     """
     path.mkdir(parents=True, exist_ok=True)
     config = {**BASE, **overrides}
     hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
     inner, vocab = config["intermediate_size"], config["vocab_size"]
     head_dim = config.get("head_dim") or hidden // heads
-    draft_vocab = draft_vocab_size or vocab
+    draft_vocab, num_taps = draft_vocab_size or vocab, len(aux_layer_ids or range(3))
     layer = "layers.0" if style == "speculators" else "midlayer"
     shapes = {
-        "fc.weight": (hidden, 3 * (target_hidden_size or hidden)),
+        "fc.weight": (hidden, num_taps * (target_hidden_size or hidden)),
         "norm.weight": (hidden,),
         "lm_head.weight": (draft_vocab, hidden),
         f"{layer}.input_layernorm.weight": (hidden,),
@@ -401,11 +402,11 @@ def write_eagle3(
         shapes |= _layer_shapes(f"layers.{index}.", config, qk_norm=qk_norm)
     target_hidden = target_hidden_size or hidden
     if fc_norm:
-        shapes |= {f"fc_norm.{i}.weight": (target_hidden,) for i in range(3)}
+        shapes |= {f"fc_norm.{i}.weight": (target_hidden,) for i in range(num_taps)}
     if norm_before_fc:
-        shapes["input_norm.weight"] = (3 * target_hidden,)
+        shapes["input_norm.weight"] = (num_taps * target_hidden,)
     if parallel is not None:
-        shapes["mask_hidden"] = (1, 1, 3 * target_hidden)
+        shapes["mask_hidden"] = (1, 1, num_taps * target_hidden)
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: randomise(shape, name, generator) for name, shape in shapes.items()}
     if draft_vocab < vocab:

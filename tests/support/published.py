@@ -13,6 +13,17 @@ _SPECULATORS = {"architectures": ["Eagle3Speculator"], "speculators_model_type":
 _BLOCK = {"block_size": 4, "mask_token_id": 3}
 _DFLASH = {"mask_token_id": 3, "target_layer_ids": [0, 1]}
 _MARKOV = {"markov_rank": 8, "markov_head_type": "vanilla"}
+_MODELOPT = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": 1,
+    "eagle_aux_hidden_state_layer_ids": [1, 3, 5],
+}
+_EAGLE31 = {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True, "fc_norm": False}
+_WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 2048, "use_sliding_window": True}
+_QWEN3 = {"head_dim": 8, "model_type": "qwen3"}
 
 
 class Target(NamedTuple):
@@ -26,7 +37,10 @@ class Target(NamedTuple):
 
 
 class Head(NamedTuple):
-    """A draft head of a Llama target. told: how it is refused, "" if it loads."""
+    """A draft head of a Llama target, or a target with its own. told: how it is refused, "" if it loads.
+
+    config: what config.json has beside or instead of the layers of a small Llama.
+    """
 
     name: str
     method: str
@@ -114,13 +128,28 @@ TARGETS = (
 
 HEADS = (
     Head("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "eagle3", {"draft_vocab_size": 64}),
-    Head("AngelSlim/Qwen3-4B_eagle3", "eagle3", _EAGLE3),
+    Head("yuhuili/EAGLE3-Vicuna1.3-13B", "eagle3", {"draft_vocab_size": 96}),
+    Head("nebius/EAGLE3-gpt-oss-20b", "eagle3", {"draft_vocab_size": 64, "num_key_value_heads": None}),
+    Head("AngelSlim/Qwen3-4B_eagle3", "eagle3", {"architectures": ["Eagle3LlamaForCausalLM"], "draft_vocab_size": 64}),
+    Head("Tengyunw/qwen3_8b_eagle3", "eagle3", _EAGLE3),
+    Head("Rayzl/qwen2.5-vl-7b-eagle3-sgl", "eagle3",
+         _EAGLE3 | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}),
+    Head("nvidia/gpt-oss-120b-Eagle3-v3", "eagle3", _EAGLE3 | {"draft_vocab_size": 96, "eagle_config": _MODELOPT}),
     Head("lmsys/sglang-EAGLE3-Llama-4-Scout-17B-16E-Instruct-v1", "eagle3",
          _EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}),
     Head("RedHatAI/Qwen3-8B-speculator.eagle3", "eagle3", _SPECULATORS | {"transformer_layer_config": {}}),
     Head("RedHatAI/gpt-oss-20b-speculator.eagle3", "eagle3",
          _SPECULATORS | {"transformer_layer_config": {}, "norm_before_residual": True}),
+    Head("an EAGLE-3.1 head of four layers (speculators)", "eagle3",
+         _SPECULATORS | _EAGLE31 | {"architectures": ["Eagle3DraftModel"], "transformer_layer_config": _WINDOW,
+                                    "eagle_aux_hidden_state_layer_ids": [2, 4, 5, 7]}),
+    Head("RedHatAI/Qwen3-8B-speculator.peagle", "eagle3",
+         {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle", "draft_vocab_size": 64,
+          "mask_token_id": 3, "transformer_layer_config": {"num_hidden_layers": 4}}),
+    Head("amazon/gpt-oss-20b-p-eagle", "eagle3",
+         _EAGLE3 | {"draft_vocab_size": 96, "num_hidden_layers": 4, "ptd_token_id": 3}),
     Head("yuhuili/EAGLE-LLaMA3.1-Instruct-8B", "eagle", {}),
+    Head("HArmonizedSS/HASS-LLaMA3-Instruct-8B", "eagle", {"bias": True}),
     Head("deepseek-ai/dspark_qwen3_8b_block7", "dspark",
          {"architectures": ["Qwen3DSparkModel"], "target_layer_ids": [0, 1], **_BLOCK, **_MARKOV}),
     Head("deepseek-ai/dflash_qwen3_8b_block7", "dflash",
@@ -130,6 +159,51 @@ HEADS = (
     Head("rasyosef/Llama-3.2-1B-Instruct-DSpark", "dspark",
          {"speculators_model_type": "dspark", "aux_hidden_state_layer_ids": [1, 2], "sample_from_anchor": True,
           **_BLOCK, **_MARKOV}),
+    Head("RedHatAI/Qwen3-8B-speculator.dflash", "dflash",
+         {"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash", "draft_vocab_size": 64, **_BLOCK,
+          "aux_hidden_state_layer_ids": [2, 4], "speculators_config": {"proposal_methods": [{"speculative_tokens": 3}]},
+          "transformer_layer_config": _QWEN3}),
+    Head("z-lab/Qwen3.5-9B-DFlash", "dflash",
+         {"architectures": ["DFlashDraftModel"], "dflash_config": _DFLASH | {"block_size": 4}, **_WINDOW}),
+    Head("amd/PARD-Qwen3-0.6B", "draft_model",
+         {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "pard_token": 3, **_QWEN3}),
+    Head("XiaomiMiMo/MiMo-7B-RL", "mtp", {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1,
+                                          "model_type": "mimo"}),
+    Head("Qwen/Qwen3.5-9B", "mtp", {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1}),
+    Head("meta-llama/Llama-3.1-8B-Instruct", "mtp", {"model_type": "llama"}, "natively support multi-token prediction"),
+    Head("baidu/ERNIE-4.5-21B-A3B-PT", "mtp", {"model_type": "ernie4_5_moe", "num_nextn_predict_layers": 1},
+         "prediction layers of a ernie4_5_moe model are not implemented"),
+    Head("FasterDecoding/medusa-vicuna-7b-v1.3", "draft_model", {"medusa_num_heads": 2},
+         "a Medusa head, which is not supported"),
+    Head("ankner/hydra-vicuna-7b-v1.3", "draft_model", {"hydra_num_heads": 4},
+         "a Hydra head, which is not supported"),
+    Head("ibm-fms/llama3-8b-accelerator", "draft_model",
+         {"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "n_predict": 4},
+         "an MLP speculator, which is not supported"),
+    Head("google/gemma-4-E4B-it-assistant", "draft_model",
+         {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"}, "a Gemma 4 assistant"),
+    Head("abhigoyal/vllm-eagle-llama-68m-random", "eagle",
+         {"architectures": ["EAGLEModel"], "model_type": "eagle", "model": {}}, "format of vLLM's first versions"),
+    Head("nvidia/gpt-oss-120b-Eagle3-v2", "eagle3",
+         _EAGLE3 | {"eagle_config": _MODELOPT | {"use_aux_hidden_state": False}}, "use_aux_hidden_state False"),
+    Head("lightseekorg/kimi-k3-eagle3.1-mla", "eagle3",
+         _EAGLE3 | {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "kv_lora_rank": 8}, "are those of Deepseek"),
+    Head("openbmb/MiniCPM4-8B-Eagle-FRSpec", "eagle", {"architectures": ["EagleMiniCPMForCausalLM"]},
+         "layers are those of MiniCPM"),
+    Head("a DSpark head with layers of Gemma 4 (DeepSpec)", "dspark",
+         {"architectures": ["Gemma4DSparkModel"], "target_layer_ids": [0, 1], **_BLOCK, **_MARKOV},
+         "layers are those of Gemma4"),
+    Head("a DSpark head with a recurrent Markov head", "dspark",
+         {"architectures": ["Qwen3DSparkModel"], "target_layer_ids": [0, 1], **_BLOCK, **_MARKOV,
+          "markov_head_type": "rnn"}, "markov_head_type 'rnn' is not supported"),
+    Head("nvidia/MiniMax-M3-DSpark", "dspark",
+         {"architectures": ["DFlashDraftModel"], "block_size": 4,
+          "dflash_config": _DFLASH | _MARKOV | {"projector_type": "dspark", "shift_label": True}},
+         "dflash_config has shift_label"),
+    Head("z-lab/Qwen3.8-27B-DFlash2", "dflash",
+         {"architectures": ["DFlash2DraftModel"],
+          "dflash_config": _DFLASH | {"block_size": 4, "conv_kernel_size": 2, "selector_rank": 8}},
+         "dflash_config has conv_kernel_size, selector_rank"),
     Head("a head with parallel layers (NVIDIA)", "eagle3",
          _EAGLE3 | {"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step"),
     Head("a Medusa head in the format of speculators", "eagle3",

@@ -91,7 +91,7 @@ def _layer_kind(inner: dict[str, Any], path: Path) -> Literal["llama", "qwen3"]:
             raise ValueError(f"{path}: draft layers of type {kind!r} are not supported; supported: llama, qwen3")
 
 
-def _tap_layers(raw: dict[str, Any], num_layers: int, path: Path) -> tuple[int, int, int]:
+def _tap_layers(raw: dict[str, Any], num_layers: int, path: Path) -> tuple[int, ...]:
     """Return the layers before which features are captured.
 
     speculators stores these ids; SpecForge's `eagle_config` stores the layers after which they are captured.
@@ -99,8 +99,6 @@ def _tap_layers(raw: dict[str, Any], num_layers: int, path: Path) -> tuple[int, 
     nested = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     plain = raw.get("eagle_aux_hidden_state_layer_ids")
     ids = [layer + 1 for layer in nested] if nested else plain or default_tap_layers(num_layers)
-    if len(ids) != 3:
-        raise ValueError(f"{path} reads {len(ids)} feature layers of its target, {list(ids)}: only 3 are supported")
     if nested and max(nested) == num_layers:
         raise ValueError(
             f"{path}: the feature layers {nested} of eagle_config do not fit a target of {num_layers} layers, whose "
@@ -109,7 +107,7 @@ def _tap_layers(raw: dict[str, Any], num_layers: int, path: Path) -> tuple[int, 
         )
     if not all(0 <= layer <= num_layers for layer in ids):
         raise ValueError(f"{path}: feature layers {list(ids)} do not fit a target of {num_layers} layers")
-    return ids[0], ids[1], ids[2]
+    return tuple(ids)
 
 
 def canonical_name(stored: str) -> str:

@@ -6,6 +6,7 @@ Legend: N packed rows, X width of all taps together, T taps, D target hidden wid
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +19,8 @@ from workers.models import block_format, eagle3_format
 from workers.models.checkpoint import Weights
 from workers.models.specs import BlockSpec, DraftSpec, Eagle3Spec
 
-EAGLE3_TENSORS = ("fc.weight", "input_norm.weight", "fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight")
 BLOCK_TENSORS = ("fc.weight", "hidden_norm.weight")
-"""Tensors that the verifier reads and the drafter ignores."""
+"""Tensors of a block head that the verifier reads and the drafter ignores; `is_of_eagle3_fusion` tells EAGLE-3's."""
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -36,6 +36,11 @@ class Fusion:
         """Convert the target's taps [N, X] to features [N, H], in the weights' dtype."""
         x_NH = self._fc(taps_NX if self.before is None else self.before(taps_NX))
         return x_NH if self.after is None else self.after(x_NH)
+
+
+def is_of_eagle3_fusion(name: str) -> bool:
+    """Return whether the verifier reads this tensor of an EAGLE-3 head, and the drafter ignores it."""
+    return re.fullmatch(r"(fc|input_norm|fc_norm\.\d+)\.weight", name) is not None
 
 
 @torch.inference_mode()
@@ -59,7 +64,7 @@ def load_fusion(
         norm_H = weights.get("hidden_norm.weight")
         return Fusion(fc_HX, after=lambda x_NH: rms_norm(x_NH, norm_H, eps))
     before = _norm_of_taps(weights, spec, eps)
-    weights.finish(allowed=lambda name: name not in EAGLE3_TENSORS)
+    weights.finish(allowed=lambda name: not is_of_eagle3_fusion(name))
     return Fusion(fc_HX, before)
 
 
@@ -69,6 +74,6 @@ def _norm_of_taps(weights: Weights, spec: Eagle3Spec, eps: float) -> Norm | None
         weight_X = weights.get("input_norm.weight")
         return lambda taps_NX: rms_norm(taps_NX, weight_X, eps)
     if spec.fc_norm:
-        weight_TD = torch.stack([weights.get(f"fc_norm.{i}.weight") for i in range(3)])
+        weight_TD = torch.stack([weights.get(f"fc_norm.{i}.weight") for i in range(len(spec.tap_layers))])
         return lambda taps_NX: rms_norm(taps_NX.view(-1, *weight_TD.shape), weight_TD, eps).flatten(1)
     return None

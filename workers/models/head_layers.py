@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,10 +14,41 @@ MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 INSTEAD_OF_MTP = "use 'eagle3', 'draft_model' or 'ngram'"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _BLOCK_TYPES = ("dspark", "dflash")
-_BLOCK_ARCHITECTURES = {"Qwen3DSparkModel", "DSparkDraftModel", "DFlashDraftModel"}
+_BLOCK_ARCHITECTURES = {"Qwen3DSparkModel", "DSparkDraftModel", "DFlashDraftModel", "Gemma4DSparkModel"}
+_OTHER_LAYERS = ("Deepseek", "DeepSeek", "Gemma4", "MiniCPM", "MistralLarge3", "Cohere", "Llama4")
+"""Parts of the names of heads whose layers are no Llama or Qwen3 layers. Names of models say nothing: some heads bear
+that of their target."""
+_OTHER_HEADS = {
+    "medusa": "a Medusa head",
+    "hydra": "a Hydra head",
+    "mlp_speculator": "an MLP speculator",
+    "gemma4_assistant": "a Gemma 4 assistant, which reads its target's keys and values",
+    "eagle": "an EAGLE head in the format of vLLM's first versions",
+}
+"""By their `model_type`, or by what the names of their fields begin with."""
+_EAGLE_CONFIG = {"use_aux_hidden_state": True, "use_mtp_layernorm": False, "use_last_layernorm": True}
+"""Fields of ModelOpt that change what a head computes, with the values that EAGLE-3 has."""
 MASK_FIELDS = ("mask_token_id", "ptd_token_id", "pard_token")
 """Names of the mask token of a P-EAGLE head."""
 _NOT_THE_LAYERS = ("architectures", "model_type", "transformers_version", "quantization_config")
+
+
+def check_known(raw: dict[str, Any], path: Path) -> None:
+    """Raise ValueError if config.json describes a head of a kind that nothing here reads, or layers of another kind."""
+    own = raw.get("model_type", "")
+    kind = own if own in _OTHER_HEADS else next((kind for kind in _OTHER_HEADS if f"{kind}_num_heads" in raw), None)
+    if kind is not None:
+        raise ValueError(
+            f"{path} is {_OTHER_HEADS[kind]}, which is not supported: take an EAGLE, EAGLE-3, DSpark or DFlash head, "
+            "or a draft model of the target's family"
+        )
+    for name in raw.get("architectures") or ():
+        is_head = re.search("Eagle|EAGLE|DSpark|DFlash", name)
+        if is_head and (layers := next((other for other in _OTHER_LAYERS if other in name), None)):
+            raise ValueError(
+                f"{path} is a {name}, whose layers are those of {layers}: heads with Llama's or Qwen3's layers are "
+                "supported; take such a head"
+            )
 
 
 def check_mtp(raw: dict[str, Any], path: Path) -> None:
@@ -39,6 +71,7 @@ def check_dflash(raw: dict[str, Any], path: Path) -> None:
 
 
 def _check_block(raw: dict[str, Any], path: Path, method: str, lacks: str) -> None:
+    check_known(raw, path)
     kind = block_kind(raw)
     if kind is not None and kind != method:
         raise ValueError(f"{path} is a block head of another kind: write method {kind!r}")
@@ -71,6 +104,9 @@ def check_eagle3(raw: dict[str, Any], path: Path) -> None:
             f"{path} drafts several tokens at once with parallel heads (parallel_draft_step), which is not supported: "
             "take a head that drafts one after the other, or a DSpark or DFlash head"
         )
+    for name, value in _EAGLE_CONFIG.items():
+        if (found := (raw.get("eagle_config") or {}).get(name, value)) != value:
+            raise ValueError(f"{path}: {name} {found} of eagle_config is not supported; take a head with {value}")
     is_named = any("Eagle3" in name for name in raw.get("architectures") or []) or is_parallel(raw)
     if "draft_vocab_size" not in raw and not is_named:
         raise ValueError(f"{path} is not an EAGLE-3 head: its config.json has no draft_vocab_size")
@@ -90,6 +126,7 @@ def num_mtp_layers(raw: dict[str, Any]) -> int:
 
 def _check_eagle_kind(raw: dict[str, Any], path: Path) -> None:
     """Raise ValueError for a block head, and for one of speculators' format that is not an EAGLE-3 head."""
+    check_known(raw, path)
     if kind := block_kind(raw):
         raise ValueError(f"{path} is a head that drafts a block in one pass: write method {kind!r}")
     speculator = raw.get("speculators_model_type", "eagle3")

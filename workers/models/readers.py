@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.models.config_json import SUPPORTED_ARCHITECTURES, eos_ids, read_config, read_json
-from workers.models.head_layers import block_kind, num_mtp_layers
+from workers.models.head_layers import block_kind, check_known, num_mtp_layers
 from workers.models.hybrid_format import check_hybrid, delta_spec, is_hybrid, moe_spec, text_config
 from workers.models.quantization import read_quantization
 from workers.models.specs import ModelSpec
@@ -88,6 +88,7 @@ def check_model(raw: dict[str, Any], path: Path) -> None:
     The raw JSON is checked, because transformers' own errors would not say what is supported here.
     """
     read_quantization(path, raw)
+    check_known(raw, path)
     if kind := block_kind(raw):
         raise ValueError(
             f"{path} is a draft head, not a model that can run by itself; "

@@ -14,7 +14,7 @@ from torch import Tensor
 from workers.kernels.pointwise import Rotation, rotation
 from workers.models.specs import RopeSpec
 
-SUPPORTED_ROPE = ("default", "linear", "dynamic", "yarn", "llama3")
+SUPPORTED_ROPE = ("default", "mrope", "linear", "dynamic", "yarn", "llama3")
 
 
 class Reach(NamedTuple):
@@ -53,7 +53,8 @@ def rope_spec(config: Any, *, is_partial: bool = False) -> RopeSpec:
     """Return the RopeSpec of a transformers config (from `rope_parameters`, which includes `rope_scaling`).
 
     "dynamic" only changes frequencies beyond max_position_embeddings, which is the limit of all requests, so the
-    initial frequencies are exact. "longrope" changes factors as a sequence grows, which would invalidate cached keys.
+    initial frequencies are exact. "mrope" gives time, height and width a part of the head each; a text's are all its
+    position, as by default. "longrope" changes factors as a sequence grows, which would invalidate cached keys.
     is_partial: the model's class reads `partial_rotary_factor`.
 
     Raises:
@@ -68,7 +69,7 @@ def rope_spec(config: Any, *, is_partial: bool = False) -> RopeSpec:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     factor = parameters.get("partial_rotary_factor", 1.0)
     width = int(head_dim * factor)
-    if kind == "default":
+    if kind in ("default", "mrope"):
         exponent = torch.arange(0, width, 2, dtype=torch.float32) / width
         inv_freq, scaling = 1.0 / (parameters["rope_theta"] ** exponent), 1.0
     else:

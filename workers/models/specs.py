@@ -164,9 +164,9 @@ class Eagle3Spec:
     layers: ModelSpec  # the first reads embedding and feature, the others are plain; the vocabulary is the target's
     target_hidden_size: int
     draft_vocab_size: int
-    tap_layers: tuple[int, int, int]  # residual stream captured BEFORE these target layers, low, mid, high
+    tap_layers: tuple[int, ...]  # residual stream captured BEFORE these target layers, mostly low, mid and high
     norm_before_residual: bool  # the residual is hidden_norm(g) instead of g
-    input_norm: bool  # one RMSNorm over the 3 D features before fc
+    input_norm: bool  # one RMSNorm over all features before fc
     fc_norm: bool  # one RMSNorm per D-wide feature before fc
     norm_output: bool  # the next level's feature is norm(out) instead of out
     mask_token_id: int | None = None  # of P-EAGLE, which drafts several tokens in one pass; None = EAGLE-3
