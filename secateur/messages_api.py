@@ -32,6 +32,9 @@ _NEEDED = {
     "tool_result": ("tool_use_id",),
 }
 """Type of a block that is understood -> the fields that it needs."""
+_NEEDLESS = {"cache_control", "data", "eager_input_streaming", "signature"}
+"""Fields that ask for nothing: every prefix is cached, arguments always come as they are written, and reasoning is not
+signed or encrypted."""
 _BILLING = "x-anthropic-billing-header"
 """Claude Code begins its system prompt with it and a number that differs in each request: no prefix would be shared."""
 
@@ -179,11 +182,12 @@ class CountTokensRequest(SamplingOptions):
         return [part for place, content in [("system", self.system), *places] for part in _unread(content, place)]
 
     def ignored(self) -> list[str]:
-        """Return unknown fields, and fields without effect."""
+        """Return unknown fields, those of blocks and tools without their numbers, and fields without effect."""
         unread = [f"tools.{at} ({tool.type})" for at, tool in enumerate(self.tools or ()) if tool.type != "custom"]
         if self.thinking is not None and self.thinking.budget_tokens is not None:
             unread.append("thinking.budget_tokens")
-        return sorted([*super().ignored(), *unread, *self.unread_parts])
+        nested = {found for name in type(self).model_fields for found in _unknown(getattr(self, name), name)}
+        return sorted([*super().ignored(), *nested, *unread, *self.unread_parts])
 
     def chat(self) -> dict[str, Any]:
         """Return the body of the chat that answers this request."""
@@ -283,6 +287,22 @@ def _unread(content: str | list[ContentBlock] | None, place: str) -> Iterator[st
         if block.type not in _NEEDED:
             yield f"{place}.{number} ({block.type})"
         yield from _unread(block.content, f"{place}.{number}.content")
+
+
+def _unknown(value: Any, place: str) -> Iterator[str]:
+    """Yield the unknown fields inside a value, but of blocks and tools that are left out as a whole."""
+    match value:
+        case [*items]:
+            for item in items:
+                yield from _unknown(item, place)
+        case ContentBlock(type=kind) if kind not in _NEEDED:
+            return
+        case MessagesTool(type=kind) if kind != "custom":
+            return
+        case Body():
+            yield from (f"{place}.{name}" for name in value.ignored() if name not in _NEEDLESS)
+            for name in value.model_fields_set & type(value).model_fields.keys():
+                yield from _unknown(getattr(value, name), f"{place}.{name}")
 
 
 def _holder(told: list[dict[str, Any]], role: str) -> dict[str, Any]:

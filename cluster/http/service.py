@@ -399,9 +399,13 @@ class Service:
 
     def ignored(self, body: SamplingRequest) -> list[str]:
         """Return fields without effect, also those that this model's chat template does not read."""
-        asks = isinstance(body, ChatCompletionRequest) and body.reasoning_effort is not None
-        unread = ["reasoning_effort"] if asks and "reasoning_effort" not in self.tokenizer.template_source else []
+        unread = self.unread_effort(body) if isinstance(body, ChatCompletionRequest) else []
         return sorted([*body.ignored(), *unread])
+
+    def unread_effort(self, chat: ChatCompletionRequest, name: str = "reasoning_effort") -> list[str]:
+        """Return the field's name if it is given, and this model's chat template does not read it."""
+        is_read = chat.reasoning_effort is None or "reasoning_effort" in self.tokenizer.template_source
+        return [] if is_read else [name]
 
     def card(self, name: str) -> ModelCard:
         """Return the entry of one of the model's names in /v1/models."""

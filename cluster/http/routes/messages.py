@@ -42,7 +42,8 @@ def add_message_routes(app: FastAPI, service: Service) -> None:
                 first = await service.admission.first(deltas, head.wait_s(chat))
             reader = AnswerReader() if new_reader is None else new_reader()
             builder = MessageBuilder(chat, service.model_id, reader, generation, fills_context=fills_context)
-            unread = [*body.ignored(), *ineffective_settings(body.speculative, service.limits)]
+            unread = [*body.ignored(), *service.unread_effort(chat, "output_config.effort")]
+            unread += ineffective_settings(body.speculative, service.limits)
             headers = ignored_header(request, unread)
             if body.stream:
                 return EventStream(events_of(builder, generation, first, deltas), deltas, headers)

@@ -55,7 +55,8 @@ def add_response_routes(app: FastAPI, service: Service) -> None:
                 [generation] = await service.prepare(chat, [prompt], head, ids)
                 new_reader = service.answers.of(chat, prompt)
                 builder = ResponseBuilder(body, chat, service.model_id, service.tokenizer, new_reader, service.replica)
-                unread = [*body.ignored(), *ineffective_settings(body.speculative, service.limits)]
+                unread = [*body.ignored(), *service.unread_effort(chat, "reasoning.effort")]
+                unread += ineffective_settings(body.speculative, service.limits)
                 headers = ignored_header(request, unread)
                 deltas = service.deltas([generation], head, is_streamed=body.stream)
                 # Errors before the first delta get their own HTTP status.

@@ -276,7 +276,37 @@ def test_a_conversation_of_a_coding_agent_is_a_chat() -> None:
     assert chat["chat_template_kwargs"] == {"enable_thinking": True, "thinking": True}
     assert not chat["continue_final_message"]
     ignored = MessagesRequest.model_validate(AGENT).ignored()
-    assert ignored == ["thinking.budget_tokens", "tools.1 (web_search_20250305)"]
+    assert ignored == ["messages.content.is_error", "thinking.budget_tokens", "tools.1 (web_search_20250305)"]
+
+
+def test_what_has_no_effect_is_named(http: httpx2.Client) -> None:
+    text = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}, "citations": []}
+    body = {
+        "max_tokens": 5,
+        "system": [text],
+        "messages": [{"role": "user", "content": [text, text], "name": "a"}],
+        "tools": [ORDER | {"strict": True, "eager_input_streaming": True}],
+        "tool_choice": {"type": "auto", "forced": True},
+        "thinking": {"type": "adaptive", "display": "omitted"},
+        "output_config": {"effort": "max", "task_budget": {"type": "tokens"}},
+        "context_management": {"edits": []},
+        "metadata": {"user_id": "a", "team": "b"},
+        "service_tier": "auto",
+    }
+    response = http.post(f"{PATH}?beta=true", json=body, headers={"anthropic-beta": "effort-2025-11-24"})
+    assert response.raise_for_status().headers["x-secateur-ignored"].split(", ") == [
+        "context_management",
+        "messages.content.citations",
+        "messages.name",
+        "metadata.team",
+        "output_config.task_budget",
+        "service_tier",
+        "system.citations",
+        "thinking.display",
+        "tool_choice.forced",
+        "tools.strict",
+        "output_config.effort",
+    ]
 
 
 @pytest.mark.parametrize(
