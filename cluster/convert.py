@@ -121,6 +121,8 @@ def read_engine(args: EngineArgs, *, num_gpus: int | None = None) -> tuple[Engin
     )
     sampling_defaults(args, config.model_path)  # report an invalid generation_config.json before anything starts
     draft_spec = None if draft is None else _read_draft(draft, spec)
+    if draft is not None and isinstance(draft_spec, ModelSpec) and draft_spec.vocab_size != spec.vocab_size:
+        _check_vocabularies(args, config, draft.model_path, (spec.vocab_size, draft_spec.vocab_size))
     config, specs = replace(config, draft=draft, threads=_threads(args, config)), Specs(target=spec, draft=draft_spec)
     from cluster.door import check_tensors  # imports torch
 
@@ -282,6 +284,20 @@ def _read_draft(draft: DraftConfig, target: ModelSpec) -> DraftSpec | None:
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error).replace("tensor_parallel_size", "draft_tensor_parallel_size")) from error
     return spec
+
+
+def _check_vocabularies(args: EngineArgs, config: EngineConfig, draft: str, sizes: tuple[int, int]) -> None:
+    """Raise ConfigError unless the tokens of one tokenizer are the first ones of the other: the rest is padding."""
+    differ = "the vocabularies of target and draft model have {} and {} rows".format(*sizes)
+    instead = "use a draft model of the target's family"
+    try:
+        own = Tokenizer(draft).vocabulary
+    except Exception as error:  # as in `load_tokenizer`
+        raise ConfigError(f"{differ}, and {draft} has no tokenizer to compare; copy it there, or {instead}") from error
+    others = load_tokenizer(args, config).vocabulary
+    for id in sorted(min(own, others, key=len)):
+        if own.get(id) != others.get(id):
+            raise ConfigError(f"{differ}, and token {id} is {others.get(id)!r} and {own.get(id)!r}; {instead}")
 
 
 def _check_chain_of(tree: TreeConfig, num_layers: int) -> None:

@@ -18,6 +18,7 @@ from drafter.proposers.base import (
     decoder_tree_graphs,
     head_graphs,
     head_tree_graphs,
+    shared_vocabulary,
 )
 from drafter.proposers.block import BlockHead
 from drafter.proposers.eagle import FcHead
@@ -62,11 +63,12 @@ def _load_model(world: World, draft: DraftConfig, specs: Specs, kernels: Kernels
     )
     slot_bytes = model.bytes_per_slot(kv_type)
     kv = model.new_kv_pool(_num_slots(world, specs, slot_bytes), kv_type)
+    vocab = shared_vocabulary(model, specs.target.vocab_size)
     graphs = tree_graphs = None
     if _has_graphs(world, kernels) and model.can_be_captured:
         graphs = decoder_graphs(model, kv, config)
-        tree_graphs = decoder_tree_graphs(model, kv, config) if _has_tree_graphs(world, kernels) else None
-    return DraftModelProposer(model, kv, config.page_size, graphs, tree_graphs)
+        tree_graphs = decoder_tree_graphs(model, vocab, kv, config) if _has_tree_graphs(world, kernels) else None
+    return DraftModelProposer(model, vocab, kv, config.page_size, graphs, tree_graphs)
 
 
 def _load_head(kind: type[FeatureHead]) -> Callable[[World, DraftConfig, Specs, Kernels], Proposer]:

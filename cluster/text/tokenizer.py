@@ -126,6 +126,11 @@ class Tokenizer:
         return len(self._tokenizer)
 
     @property
+    def vocabulary(self) -> dict[int, str]:
+        """The entry of each id, added ones included."""
+        return {id: entry for entry, id in self._tokenizer.get_vocab().items()}
+
+    @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's own end-of-text token."""
         return self._tokenizer.eos_token_id

@@ -199,18 +199,29 @@ def head_tree_graphs(head: FeatureHead, kv: KVPool, config: EngineConfig, *, is_
     )
 
 
+def shared_vocabulary(model: BaseDecoder, target_size: int) -> DraftVocabulary:
+    """Return the tokens that a draft model shares with a target of `target_size` tokens: the first of the larger."""
+    size = model.spec.vocab_size
+    target_ids = torch.arange(size, device=model.device) if size < target_size else None
+    return DraftVocabulary(target_size=target_size, target_ids=target_ids, kernels=model.kernels)
+
+
 class DraftModelProposer:
-    """A small language model; it reads tokens alone, no features of the target."""
+    """A small language model; it reads tokens alone, no features of the target. vocab: see `shared_vocabulary`.
+
+    A committed token that it does not know is fed as its last one, which can only make drafts worse.
+    """
 
     def __init__(
         self,
         model: BaseDecoder,
+        vocab: DraftVocabulary,
         kv: KVPool,
         page_size: int,
         graphs: Graphs | None = None,
         tree_graphs: TreeGraphs | None = None,
     ) -> None:
-        self.vocab = DraftVocabulary(target_size=model.spec.vocab_size, kernels=model.kernels)
+        self.vocab = vocab
         self.width = 0  # it reads no features
         self.graphs, self.tree_graphs = graphs, tree_graphs
         self._model, self._kv, self._page_size = model, kv, page_size
@@ -218,19 +229,20 @@ class DraftModelProposer:
 
     def extend(self, request: DraftRequest) -> Tensor | Callable[[], Tensor]:
         """See `Proposer`."""
-        slot_M = fed_slots(request)
-        hidden_MD = self._run(request.token_M, torch.from_numpy(slot_M), fed_attention(request, slot_M))
+        slot_M, token_M = fed_slots(request), request.token_M.clamp(max=self._model.spec.vocab_size - 1)
+        hidden_MD = self._run(token_M, torch.from_numpy(slot_M), fed_attention(request, slot_M))
         self._roots = TreeRoots.of(request)
         row_G = to_device(root_rows(request), hidden_MD.device)
         if self.tree_graphs is not None:
             root_GD = self.tree_graphs.set_roots(self._roots, hidden_MD, row_G)
-            return partial(self._model.full_logits, root_GD)
-        return self._model.full_logits(hidden_MD[row_G])
+            return partial(shared_logits, self._model, self.vocab, root_GD)
+        return shared_logits(self._model, self.vocab, hidden_MD[row_G])
 
     def expand(self, frontier: Frontier) -> Tensor:
         """See `Proposer`."""
         position_F, attention = self._roots.position_F(frontier), self._roots.attention(frontier)
-        return self._model.full_logits(self._run(torch.from_numpy(frontier.token_F), position_F, attention))
+        hidden_FD = self._run(torch.from_numpy(frontier.token_F), position_F, attention)
+        return shared_logits(self._model, self.vocab, hidden_FD)
 
     def _run(self, tokens: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
         if self.graphs is not None:
@@ -240,20 +252,26 @@ class DraftModelProposer:
         return self._model.forward(to_device(tokens, device), to_device(positions, device), plan, self._kv).final_ND
 
 
+def shared_logits(model: BaseDecoder, vocab: DraftVocabulary, hidden_ND: Tensor) -> Tensor:
+    """Return float32 [N, V] logits of the shared tokens on every rank. A collective."""
+    return model.full_logits(hidden_ND)[:, : vocab.size].contiguous()
+
+
 def decoder_tree_graphs(
-    model: BaseDecoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True
+    model: BaseDecoder, vocab: DraftVocabulary, kv: KVPool, config: EngineConfig, *, is_captured: bool = True
 ) -> TreeGraphs:
     """Capture the growth of whole trees by a draft model, which reads no features."""
+    logits = partial(shared_logits, model, vocab)
 
     def run(plan: AttentionPlan, tokens_N: Tensor, features_N0: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        return features_N0, model.full_logits(model.forward(tokens_N, positions_N, plan, kv).final_ND)
+        return features_N0, logits(model.forward(tokens_N, positions_N, plan, kv).final_ND)
 
     return TreeGraphs(
         run,
-        model.full_logits,
+        logits,
         partial(model.plan, page_size=config.page_size),
         torch.zeros(1, model.spec.hidden_size, dtype=model.dtype, device=model.device),
-        DraftVocabulary(target_size=model.spec.vocab_size, kernels=model.kernels),
+        vocab,
         model.kernels,
         config,
         reads_features=False,

@@ -280,11 +280,28 @@ def test_a_size_the_heads_do_not_allow_is_refused() -> None:
         engine_config(args(tensor_parallel_size=3, no_speculation=True))
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    text = (BUNDLED / "draft" / "config.json").read_text()
-    (tmp_path / "config.json").write_text(text.replace('"vocab_size": 2048', '"vocab_size": 999'))
-    with pytest.raises(ConfigError, match="same vocabulary size"):
-        engine_config(args(speculative_config={"method": "draft_model", "model": str(tmp_path)}))
+@pytest.mark.parametrize("size", [2000, 2112])
+def test_a_draft_model_of_another_vocabulary_size_needs_the_same_tokens(tmp_path: Path, size: int) -> None:
+    sizes = f"the vocabularies of target and draft model have 2048 and {size} rows"
+    folder = checkpoints.write_model(tmp_path, "llama", vocab_size=size)
+    given = args(speculative_config={"method": "draft_model", "model": str(folder)})
+    with pytest.raises(
+        ConfigError, match=f"{sizes}, and .* has no tokenizer to compare; copy it there, or use a draft"
+    ):
+        engine_config(given)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED / "target" / name, folder)
+    assert engine_config(given).draft.model_path == str(folder)
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    vocab = raw["model"]["vocab"]
+    one, other = (next(entry for entry, id in vocab.items() if id == number) for number in (700, 701))
+    vocab[one], vocab[other] = 701, 700
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError) as error:
+        engine_config(given)
+    assert f"{sizes}, and token 700 is {one!r} and {other!r}; use a draft model of the target's family" in str(
+        error.value
+    )
 
 
 def test_ngram_lookup_needs_no_checkpoint_and_no_device() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from drafter.drafter import Drafter
-from drafter.proposers.base import DraftModelProposer, FeatureProposer, Proposer
+from drafter.proposers.base import DraftModelProposer, FeatureProposer, Proposer, shared_vocabulary
 from drafter.proposers.block import BlockHead
 from drafter.proposers.ngram import MatchLengths, NgramProposer
 from drafter.proposers.one_pass import OnePassProposer, ScratchPages
@@ -56,7 +56,7 @@ def dspark() -> OnePassProposer:
 
 def draft_model() -> DraftModelProposer:
     model = load_decoder(BUNDLED / "draft", read_spec(BUNDLED / "draft"))
-    return DraftModelProposer(model, model.new_kv_pool(NUM_PAGES * PAGE), PAGE)
+    return DraftModelProposer(model, shared_vocabulary(model, 2048), model.new_kv_pool(NUM_PAGES * PAGE), PAGE)
 
 
 def ngram() -> NgramProposer:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafter.drafter import Drafter, warm_up_requests
-from drafter.proposers.base import DraftModelProposer, FeatureProposer
+from drafter.proposers.base import DraftModelProposer, FeatureProposer, shared_vocabulary
 from drafter.tree.policy import make_tree_policy
 from tests.support import checkpoints
 from tests.support.engines import AUTO, BUNDLED, CHAIN, DYNAMIC, STATIC, bundled
@@ -31,7 +31,7 @@ def test_warm_up_drafts_every_kind_of_node_on_the_null_page(method, tree):
     else:
         model = load_decoder(BUNDLED / "draft", read_spec(BUNDLED / "draft"))
         kv = model.new_kv_pool(8 * config.page_size)
-        proposer = DraftModelProposer(model, kv, config.page_size)
+        proposer = DraftModelProposer(model, shared_vocabulary(model, 2048), kv, config.page_size)
     with torch.inference_mode():
         kv.data.fill_(7.0)
     requests = warm_up_requests(config, proposer.width)

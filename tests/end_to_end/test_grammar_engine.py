@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from cluster.text.tokenizer import Tokenizer
-from drafter.proposers.base import DraftModelProposer, FeatureProposer, Proposer
+from drafter.proposers.base import DraftModelProposer, FeatureProposer, Proposer, shared_vocabulary
 from drafter.proposers.ngram import MatchLengths, NgramProposer
 from tests.support.engine_here import EngineHere, Pair, engine_here
 from tests.support.engines import AUTO, BUNDLED, CHAIN, DYNAMIC, STATIC, GenerationJob, Runner, bundled, prompts
@@ -91,7 +91,7 @@ def grammar(name: str) -> str:
 def draft_model(head: object, kv: object, page_size: int, tree_rows: int) -> Proposer:
     path = BUNDLED / "draft"
     model = load_decoder(path, read_spec(path))
-    return DraftModelProposer(model, model.new_kv_pool(600 * 16), page_size)
+    return DraftModelProposer(model, shared_vocabulary(model, 2048), model.new_kv_pool(600 * 16), page_size)
 
 
 def ngram(head: object, kv: object, page_size: int, tree_rows: int) -> Proposer:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from drafter.proposers.base import DraftModelProposer, FeatureProposer, Proposer
+from drafter.proposers.base import DraftModelProposer, FeatureProposer, Proposer, shared_vocabulary
 from drafter.proposers.eagle import FcHead
 from drafter.proposers.ngram import MatchLengths, NgramProposer
 from tests.end_to_end.test_engine_laws import p_value
@@ -86,7 +86,8 @@ def engine(folder: Path, method: str, **options: object) -> Iterator[EngineHere]
                 return NgramProposer(MatchLengths(1, 3), V, PAGES, page_size)
             case "draft_model":
                 model = load_decoder(folder / "draft", read_spec(folder / "draft"))
-                return DraftModelProposer(model, model.new_kv_pool(PAGES * page_size), page_size)
+                kv = model.new_kv_pool(PAGES * page_size)
+                return DraftModelProposer(model, shared_vocabulary(model, V), kv, page_size)
             case _:
                 return FeatureProposer(head, kv, page_size, tree_rows)  # type: ignore[arg-type]
 

@@ -17,7 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.drafter import Drafter
-from drafter.proposers.base import DraftModelProposer, FeatureProposer, decoder_tree_graphs, head_tree_graphs
+from drafter.proposers.base import (
+    DraftModelProposer,
+    FeatureProposer,
+    decoder_tree_graphs,
+    head_tree_graphs,
+    shared_vocabulary,
+)
 from drafter.proposers.eagle3 import Eagle3Head
 from drafter.tree.policy import make_tree_policy
 from tests.support import checkpoints
@@ -119,6 +125,7 @@ def proposers(
     is_captured: bool = False,
     head: Path = BUNDLED / "eagle3",
     num_pages: int = 16,
+    target_size: int = 2048,
 ) -> tuple[Any, Any]:
     """Return a proposer that grows level by level with torch, and one that grows whole trees with Triton."""
     from workers.kernels import fused
@@ -135,8 +142,9 @@ def proposers(
         path, spec = BUNDLED / "draft", read_spec(BUNDLED / "draft")
         models = [load_decoder(path, spec, Runtime(device=device, kernels=kernels)) for kernels in (TORCH, fused)]
         pools = [model.new_kv_pool(num_pages * PAGE) for model in models]
-        by_level, at_once = (DraftModelProposer(models[0], pool, PAGE) for pool in pools)
-        at_once.tree_graphs = decoder_tree_graphs(models[1], pools[1], CONFIG, is_captured=is_captured)
+        vocabs = [shared_vocabulary(model, target_size) for model in models]
+        by_level, at_once = (DraftModelProposer(models[0], vocabs[0], pool, PAGE) for pool in pools)
+        at_once.tree_graphs = decoder_tree_graphs(models[1], vocabs[1], pools[1], CONFIG, is_captured=is_captured)
     at_once.expand = None
     if is_interpreted():
         at_once.tree_graphs._kernels = TORCH  # Triton's truncation takes seconds there, and test_kernels.py has it
@@ -157,6 +165,13 @@ def assert_same_trees(by_level: Any, at_once: Any, device: str = "cpu") -> None:
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 def test_replayed_trees_equal_those_grown_level_by_level_in_every_step(method: str) -> None:
     assert_same_trees(*proposers(method))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU in gpu/")
+@pytest.mark.parametrize("target_size", [2000, 2100])
+def test_trees_over_a_vocabulary_of_another_size_equal_those_grown_level_by_level(target_size: int) -> None:
+    assert_same_trees(*proposers("draft_model", target_size=target_size))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU in gpu/")
