@@ -79,8 +79,9 @@ def _load_head(kind: type[FeatureHead]) -> Callable[[World, DraftConfig, Specs, 
         kv_type = kv_dtype(config, kernels, world.device)
         head = kind.load(specs.draft, draft.model_path, config.model_path, _runtime(world, kernels))
         kv = head.new_kv_pool(_num_slots(world, specs, head.bytes_per_slot(kv_type)), kv_type)
-        graphs = head_graphs(head, kv, config) if _has_graphs(world, kernels) else None
-        tree_graphs = head_tree_graphs(head, kv, config) if _has_tree_graphs(world, kernels) else None
+        is_captured = head.can_be_captured
+        graphs = head_graphs(head, kv, config) if is_captured and _has_graphs(world, kernels) else None
+        tree_graphs = head_tree_graphs(head, kv, config) if is_captured and _has_tree_graphs(world, kernels) else None
         return FeatureProposer(head, kv, config.page_size, config.tree_rows, graphs, tree_graphs)
 
     return load

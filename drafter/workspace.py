@@ -46,7 +46,7 @@ def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
     is_head = method.reads_features
     shape = PassShape.of(layers, ranks, is_head=is_head)
     H = layers.hidden_size * is_head  # of a feature
-    own = sizes(config) if may_capture(config) else []
+    own = sizes(config) if may_capture(config) and layers.can_be_captured else []
     most = max((size.rows for size in own), default=0)
     buffers = graph_bytes(shape, config, own, input_bytes=2 * 4 + H * item, widths=layers.hidden_size) + NOISE_BYTES
     captured = pass_bytes(shape, config, most)

@@ -39,7 +39,7 @@ def target_workspace(config: EngineConfig, spec: ModelSpec, *, num_taps: int = 0
     """
     item, shape = config.item_bytes, PassShape.of(spec, config.tensor_parallel_size, num_taps)
     rows, outputs = max_step_rows(config), (1 + num_taps) * spec.hidden_size
-    own = sizes(config) if may_capture(config) and spec.delta is None else []
+    own = sizes(config) if may_capture(config) and spec.can_be_captured else []
     most = max((size.rows for size in own), default=0)
     eager_rows = rows if rows > min(most, MOST_ROWS) else 0
     features = 2 * spec.hidden_size if state_width else 0

@@ -40,6 +40,8 @@ def kv_dtype(config: EngineConfig, kernels: Kernels, device: torch.device) -> to
 class KVPool:
     """Keys and values of all layers with attention, [L, slots, 2, Hkv, d]; `states` has what other layers remember.
 
+    Latents are both at once: the pool of `num_parts` 1 is [L, slots, 1, 1, d].
+
     `dtype` may be FP8 (e4m3 with scale 1) for models of any dtype: `write` converts, and attention converts back to
     the dtype of the queries. A token's entry is rounded once, when it is written, so every later pass reads the same.
 
@@ -57,10 +59,11 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str,
         states: StatePool | None = None,
+        num_parts: int = 2,
     ) -> None:
         self.states = states
         # Zeros, because a masked-out NaN in a value would still turn a weighted sum into NaN.
-        self.data = torch.zeros(num_layers, num_slots, 2, kv_heads, head_dim, dtype=dtype, device=device)
+        self.data = torch.zeros(num_layers, num_slots, num_parts, kv_heads, head_dim, dtype=dtype, device=device)
         self._layers = tuple(self.data.unbind(0))
         # Bytes, because torch cannot copy 8-bit floats by index on a CPU.
         self._byte_layers = tuple(self.data.view(torch.uint8).unbind(0)) if dtype == FP8 else ()
@@ -71,16 +74,16 @@ class KVPool:
         return self.data.shape[1]
 
     @staticmethod
-    def bytes_per_slot(num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def bytes_per_slot(num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, num_parts: int = 2) -> int:
         """Bytes per token on one rank."""
-        return num_layers * 2 * kv_heads * head_dim * dtype.itemsize
+        return num_layers * num_parts * kv_heads * head_dim * dtype.itemsize
 
     def layer(self, index: int) -> Tensor:
-        """Return a view of one layer's slots, [slots, 2, Hkv, d]."""
+        """Return a view of one layer's slots, [slots, 2, Hkv, d] or, of latents, [slots, 1, 1, d]."""
         return self._layers[index]
 
     def write(self, index: int, kv_N2Hd: Tensor, slots_N: Tensor) -> None:
-        """Store row n's key and value in physical slot slots_N[n] (int64) of one layer, clamped to what FP8 holds."""
+        """Store row n's entry in physical slot slots_N[n] (int64) of one layer, clamped to what FP8 holds."""
         if not self._byte_layers:
             self._layers[index].index_copy_(0, slots_N, kv_N2Hd)
             return

@@ -142,7 +142,7 @@ class PassShape:
             kept=(4 if is_head else num_taps) * width,
             taps=num_taps,
             has_qk_norm=spec.qk_norm,
-            has_gate=spec.attention_gate,
+            has_gate=spec.attention_gate or spec.latent is not None,  # queries before they meet W_uk, and a copy
             num_windows=len(set(spec.windows)),
             channels=spec.delta.num_channels // ranks if spec.delta else 0,
             values=spec.delta.num_value_heads * spec.delta.value_dim // ranks if spec.delta else 0,

@@ -24,11 +24,14 @@ _REPLICATED = (
     "embed_tokens.weight",
     "fc.weight",
     "input_proj.weight",
+    "eh_proj.weight",
+    "q_a_proj.weight",
+    "kv_a_proj_with_mqa.weight",
     "markov_w1.weight",
     "markov_head.gate_proj.weight",
 )
-"""Matrices that every rank holds whole, see `workers.models.decoder`, `eagle3_format`, `drafter.proposers.eagle` and
-`block`."""
+"""Matrices that every rank holds whole, see `workers.models.decoder`, `latent`, `eagle3_format`,
+`drafter.proposers.eagle` and `block`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +132,7 @@ def model_shard(
             multiplied += share
             is_stack = len(shape) == 3 and not name.endswith("conv1d.weight")
             experts += share if ".experts." in name or is_stack else 0
-    token = spec.num_kv_layers * 2 * -(-spec.num_kv_heads // ranks) * spec.head_dim
+    token = spec.num_kv_layers * spec.num_parts * -(-spec.num_kv_heads // ranks) * spec.head_dim
     return ModelShard(
         weight_bytes=held * item - int(saved),
         saved_bytes=int(saved),

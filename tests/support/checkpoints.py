@@ -145,6 +145,25 @@ def write_hybrid(
     return path
 
 
+_LATENT = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_LATENT_MOE = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+
+LATENT: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {**_LATENT, **_LATENT_MOE, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {**_LATENT, **_LATENT_MOE, "rms_norm_eps": 1e-3},
+    "youtu": {**_LATENT, "tie_word_embeddings": True},
+}
+"""Test models with multi-head latent attention: their configurations, by model_type."""
+
+
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 56}
 _GROUPED_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 56, "n_shared_experts": 1}
 _GROUPED_MOE |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}

@@ -38,21 +38,22 @@ class RowGroup:
 
     def queries(self, q_NHd: Tensor, num_kv_heads: int) -> Tensor:
         """Gather this group's queries, [B, H, R*G, d]."""
-        B, R, _ = self.shape
-        num_heads, d = q_NHd.shape[1:]
-        q = q_NHd[self.rows] if isinstance(self.rows, slice) else q_NHd.index_select(0, self.rows)
-        q_BRHGd = q.view(B, R, num_kv_heads, num_heads // num_kv_heads, d)
-        return q_BRHGd.transpose(1, 2).reshape(B, num_kv_heads, -1, d)
+        q_BRHGd = self.rows_of(q_NHd).unflatten(2, (num_kv_heads, -1))
+        return q_BRHGd.transpose(1, 2).reshape(self.shape[0], num_kv_heads, -1, q_NHd.shape[-1])
 
-    def keys_values(self, kv_slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Gather keys and values, [B, H, S, d] each, from one layer [slots, 2, H, d], and convert them to `dtype`."""
+    def rows_of(self, q_NHd: Tensor) -> Tensor:
+        """Gather this group's rows, [B, R, Hq, d]."""
+        q = q_NHd[self.rows] if isinstance(self.rows, slice) else q_NHd.index_select(0, self.rows)
+        return q.unflatten(0, self.shape[:2])
+
+    def entries(self, kv_slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """Gather entries [2, B, H, S, d] from one layer [slots, 2, H, d], and convert them to `dtype`."""
         B, _, S = self.shape
         is_fp8 = kv_slots.element_size() == 1
         stored = kv_slots.view(torch.uint8) if is_fp8 else kv_slots
         kv = stored[self.slots] if isinstance(self.slots, slice) else stored.index_select(0, self.slots)
         kv = _from_fp8(kv, dtype) if is_fp8 else kv
-        k_BHSd, v_BHSd = kv.view(B, S, *kv.shape[1:]).permute(2, 0, 3, 1, 4).unbind(0)
-        return k_BHSd, v_BHSd
+        return kv.view(B, S, *kv.shape[1:]).permute(2, 0, 3, 1, 4)
 
 
 def _from_fp8(stored: Tensor, dtype: torch.dtype) -> Tensor:
@@ -136,8 +137,11 @@ def tree_attention(
     outputs = []
     for group in plan.groups:
         B, R, _ = group.shape
+        if kv_slots.shape[1] == 1:
+            outputs.append(_latent_attention(group, q_NHd, kv_slots, scale, window))
+            continue
         q_BHXd, mask = group.queries(q_NHd, H), group.masks[window]
-        k_BHSd, v_BHSd = group.keys_values(kv_slots, q_NHd.dtype)
+        k_BHSd, v_BHSd = group.entries(kv_slots, q_NHd.dtype).unbind(0)
         if softcap is None and sink_H is None:
             out = F.scaled_dot_product_attention(q_BHXd, k_BHSd, v_BHSd, attn_mask=mask, scale=scale)
         else:
@@ -147,6 +151,18 @@ def tree_attention(
     if plan.order_N is None:
         return outputs[0] if outputs else q_NHd.reshape(0, num_heads * d)
     return torch.cat(outputs).index_select(0, plan.order_N)
+
+
+def _latent_attention(group: RowGroup, q_NHd: Tensor, kv_slots: Tensor, scale: float, window: int | None) -> Tensor:
+    """Attention over latents, whose mask is planned for a single head: [B*R, Hq * d].
+
+    Rows are SDPA's heads and heads its rows. So neither the mask nor the latents, of many heads, are repeated.
+    """
+    q_BRHd, mask_BR1S = group.rows_of(q_NHd), group.masks[window].transpose(1, 2)
+    (latent_B1Sd,) = group.entries(kv_slots, q_NHd.dtype)
+    latent_BRSd = latent_B1Sd.expand(-1, q_BRHd.shape[1], -1, -1)
+    out = F.scaled_dot_product_attention(q_BRHd, latent_BRSd, latent_BRSd, attn_mask=mask_BR1S, scale=scale)
+    return out.flatten(2).flatten(0, 1)
 
 
 def _attention_by_scores(

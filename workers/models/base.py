@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from workers.kernels.select import AttentionPlan
+from workers.kernels.select import TORCH, AttentionPlan
 from workers.kv_cache import KVPool, StatePool
 from workers.models.layers import HeadSplit, RankWeights, gather_vocab, shard_vocab
 from workers.models.specs import ModelSpec
@@ -40,21 +40,28 @@ class PagedModel:
         windows: Sequence[int | None] | None = None,
     ) -> AttentionPlan:
         """Plan one step's attention, see `Kernels.plan`. windows: None = those of all layers."""
-        return self.kernels.plan(
+        is_latent = self._layer_shapes.latent is not None
+        return (TORCH if is_latent else self.kernels).plan(
             metadata,
             page_size,
             windows=self._layer_shapes.windows if windows is None else windows,
-            group_size=self.heads.num_heads // self.heads.num_kv_heads,
+            group_size=1 if is_latent else self.heads.num_heads // self.heads.num_kv_heads,
             first_slot=self.first_slot,
             dtype=self.dtype,
             device=self.device,
             into=into,
         )
 
+    @property
+    def can_be_captured(self) -> bool:
+        """True if a CUDA graph can hold a forward pass."""
+        return self._layer_shapes.can_be_captured
+
     def bytes_per_slot(self, dtype: torch.dtype) -> int:
         """Bytes of one token's entry on this rank, with keys and values of `dtype`."""
         layers = self._layer_shapes
-        return KVPool.bytes_per_slot(layers.num_kv_layers, self.heads.num_kv_heads, layers.head_dim, dtype)
+        widths = self.heads.num_kv_heads, layers.head_dim
+        return KVPool.bytes_per_slot(layers.num_kv_layers, *widths, dtype, layers.num_parts)
 
     def new_kv_pool(
         self, num_slots: int, dtype: torch.dtype | None = None, *, num_seats: int = 0, num_tree_rows: int = 0
@@ -69,8 +76,8 @@ class PagedModel:
             shape = (delta.num_value_heads // self.tp.size, delta.key_dim, delta.value_dim)
             channels, sizes = delta.num_channels // self.tp.size, (num_seats, num_tree_rows)
             states = StatePool(len(delta.layers), shape, channels, *sizes, self.dtype, self.device)
-        own = dtype or self.dtype
-        return KVPool(layers.num_kv_layers, num_slots, kv_heads, layers.head_dim, own, self.device, states)
+        sizes_LSHd = layers.num_kv_layers, num_slots, kv_heads, layers.head_dim
+        return KVPool(*sizes_LSHd, dtype or self.dtype, self.device, states, layers.num_parts)
 
 
 class BaseDecoder(PagedModel, ABC):
@@ -91,11 +98,6 @@ class BaseDecoder(PagedModel, ABC):
     def logits_dtype(self) -> torch.dtype:
         """The type that holds the values of `logits` exactly: what the head computes in."""
         return self.dtype
-
-    @property
-    def can_be_captured(self) -> bool:
-        """True if a forward pass on CUDA does not synchronize with the host."""
-        return True
 
     @abstractmethod
     def forward(self, tokens_N: Tensor, positions_N: Tensor, plan: AttentionPlan, kv: KVPool) -> Hidden:

@@ -16,6 +16,10 @@ SUPPORTED_ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "Qwen3NextForCausalLM": "qwen3_next",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "KimiK25ForConditionalGeneration": "deepseek_v3",  # its text model alone
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "YoutuForCausalLM": "youtu",
     "MiMoForCausalLM": "mimo",  # Qwen2 with a multi-token prediction layer
 }
 

@@ -23,6 +23,7 @@ from workers.kv_cache import KVPool
 from workers.models.base import BaseDecoder
 from workers.models.checkpoint import MTP_PREFIXES, Weights
 from workers.models.delta import GatedDelta
+from workers.models.latent import LatentAttention
 from workers.models.layers import (
     Attention,
     HeadSplit,
@@ -43,6 +44,8 @@ from workers.types import AttentionMetadata, Folds, Hidden
 logger = logging.getLogger(__name__)
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EYES = ("model.visual.", "vision_tower.", "mm_projector.")
+"""Prefixes of what a Qwen3.5 and a Kimi-K2.5 see with."""
 
 
 class DecoderLayer:
@@ -50,7 +53,7 @@ class DecoderLayer:
 
     It reads this rank's share of the tensors whose names start with `prefix`. Raises ValueError for one that is missing
     or has another shape. has_input_norm: False in the first layer of an EAGLE head. is_delta: the mixer is a gated
-    delta net instead of attention.
+    delta net instead of attention. is_dense: it has an MLP, whatever other layers have.
     """
 
     def __init__(
@@ -62,19 +65,22 @@ class DecoderLayer:
         window: int | None = None,
         has_input_norm: bool = True,
         is_delta: bool = False,
+        is_dense: bool = False,
     ) -> None:
         self.input_norm_D = norm_weight(weights, f"{prefix}input_layernorm.weight", spec) if has_input_norm else None
-        self.mixer: Attention | GatedDelta
+        self.mixer: Attention | LatentAttention | GatedDelta
         if is_delta:
             self.mixer = GatedDelta(weights, f"{prefix}linear_attn.", spec)
+        elif spec.latent is not None:
+            self.mixer = LatentAttention(weights, f"{prefix}self_attn.", spec)
         else:
             self.mixer = Attention(weights, f"{prefix}self_attn.", spec, window=window)
         self.post_norm_D = norm_weight(weights, f"{prefix}post_attention_layernorm.weight", spec)
-        self.mlp = (Mlp if spec.moe is None else Moe)(weights, f"{prefix}mlp.", spec)
+        self.mlp = (Mlp if spec.moe is None or is_dense else Moe)(weights, f"{prefix}mlp.", spec)
 
     @property
     def attention(self) -> Attention:
-        """The mixer of a layer without a gated delta net."""
+        """The mixer of a layer with keys and values."""
         assert isinstance(self.mixer, Attention)
         return self.mixer
 
@@ -111,8 +117,16 @@ class Decoder(BaseDecoder):
         super().__init__(weights, spec, heads, tap_layers)
         self._embedding_VD = weights.get(_EMBEDDING)
         delta_layers = frozenset(spec.delta.layers if spec.delta else ())
+        dense_layers = frozenset(spec.moe.dense_layers if spec.moe else ())
         self._layers = tuple(
-            DecoderLayer(weights, f"model.layers.{index}.", spec, window=window, is_delta=index in delta_layers)
+            DecoderLayer(
+                weights,
+                f"model.layers.{index}.",
+                spec,
+                window=window,
+                is_delta=index in delta_layers,
+                is_dense=index in dense_layers,
+            )
             for index, window in enumerate(spec.windows)
         )
         self._final_norm_D = norm_weight(weights, "model.norm.weight", spec)
@@ -122,11 +136,6 @@ class Decoder(BaseDecoder):
             self._head = VocabHead.load(weights, _HEAD, spec.vocab_size, tp)
         self._rope = Rope(spec.rope, self.dtype, self.device, self.kernels.rotation)
         weights.finish(allowed=lambda name: _is_ignored(name, spec))
-
-    @property
-    def can_be_captured(self) -> bool:
-        """See `BaseDecoder`. The plan of gated delta layers has no fixed shapes."""
-        return self.spec.delta is None
 
     def plan(
         self,
@@ -195,6 +204,6 @@ def is_legacy(name: str) -> bool:
 
 
 def _is_ignored(name: str, spec: ModelSpec) -> bool:
-    """Return True for tensors that are not part of the decoder: legacy buffers, MTP layers, the eyes of a Qwen3.5."""
+    """Return True for tensors that are not part of the decoder: legacy buffers, MTP layers, and a text model's eyes."""
     is_mtp = spec.num_mtp_layers > 0 and name.startswith(MTP_PREFIXES)
-    return is_legacy(name) or is_mtp or (spec.delta is not None and name.startswith("model.visual."))
+    return is_legacy(name) or is_mtp or ((spec.delta or spec.latent) is not None and name.startswith(_EYES))

@@ -11,6 +11,7 @@ from typing import Any
 from workers.models.config_json import SUPPORTED_ARCHITECTURES, eos_ids, read_config, read_json
 from workers.models.head_layers import block_kind, check_known, num_mtp_layers
 from workers.models.hybrid_format import check_hybrid, delta_spec, is_hybrid, moe_spec, text_config
+from workers.models.latent_format import check_latent, latent_family, latent_moe_spec, latent_spec
 from workers.models.quantization import read_quantization
 from workers.models.specs import ModelSpec
 
@@ -34,13 +35,15 @@ def read_spec(path: Path | str) -> ModelSpec:
         from workers.models.transformers_spec import read_transformers_spec
 
         return read_transformers_spec(path, raw)
-    from transformers import AutoConfig, Qwen2Config
+    from transformers import CONFIG_MAPPING, AutoConfig, Qwen2Config
 
     from workers.models.rope import reach, rope_spec
 
     try:
         if family == "mimo":  # unknown to transformers; its own code derives from Qwen2
             whole = Qwen2Config(**raw)
+        elif latent_family(raw):
+            whole = CONFIG_MAPPING[family](**text_config(raw))
         else:
             whole = AutoConfig.from_pretrained(path, trust_remote_code=False)
         config = whole.get_text_config(decoder=True)
@@ -50,7 +53,10 @@ def read_spec(path: Path | str) -> ModelSpec:
         raise ValueError(f"{path}: activation {config.hidden_act!r} is not supported; supported: silu")
     bias, positions = bool(getattr(config, "attention_bias", False)), reach(config)
     has_delta, text = is_hybrid(raw), text_config(raw)
-    moe = moe_spec(config) if has_delta else None
+    latent = latent_spec(config) if latent_family(raw) else None
+    moe = moe_spec(config) if has_delta else latent_moe_spec(config) if latent else None
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    has_mlps = moe is None or moe.dense_layers
     dtype = raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32"
     return ModelSpec(
         family=config.model_type if has_delta else family,
@@ -58,9 +64,9 @@ def read_spec(path: Path | str) -> ModelSpec:
         num_mtp_layers=num_mtp_layers(raw),
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        intermediate_size=moe.num_chosen * moe.inner_size + moe.shared_size if moe else config.intermediate_size,
+        num_kv_heads=1 if latent else config.num_key_value_heads,
+        head_dim=latent.rank + latent.rope_dim if latent else head_dim,
+        intermediate_size=config.intermediate_size if has_mlps else moe.num_chosen * moe.inner_size + moe.shared_size,
         vocab_size=config.vocab_size,
         rms_norm_eps=config.rms_norm_eps,
         tie_embeddings=bool(whole.tie_word_embeddings),
@@ -72,6 +78,7 @@ def read_spec(path: Path | str) -> ModelSpec:
         attention_gate=has_delta,
         rope=rope_spec(config, is_partial=has_delta),
         delta=delta_spec(config, path) if has_delta else None,
+        latent=latent,
         moe=moe,
         expert_share=moe.num_chosen / moe.num_experts if moe else 1.0,
         windows=_windows(config, family),
@@ -100,14 +107,16 @@ def check_model(raw: dict[str, Any], path: Path) -> None:
             f'write speculative_config: {{"method": "eagle3", "model": "{path}"}}'
         )
     check_hybrid(raw, path)
+    check_latent(raw, path)
 
 
 def _family(raw: dict[str, Any]) -> str | None:
     """Return the model family of `workers.models.decoder`, or None for other architectures."""
     architectures = raw.get("architectures") or []
     by_type = {family: family for family in SUPPORTED_ARCHITECTURES.values()}
-    family = SUPPORTED_ARCHITECTURES.get(architectures[0]) if architectures else by_type.get(raw.get("model_type", ""))
-    return family if raw.get("model_type", family) == family else None
+    kind = latent_family(raw) or raw.get("model_type", "")
+    family = SUPPORTED_ARCHITECTURES.get(architectures[0]) if architectures else by_type.get(kind)
+    return family if (kind or family) == family else None
 
 
 def _windows(config: Any, family: str) -> tuple[int | None, ...]:

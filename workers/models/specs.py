@@ -8,6 +8,7 @@ Reading them needs transformers, whose import takes 3 s and 190 MB; so the ranks
     FcHeadSpec          an EAGLE-1/2 head or MTP layers, read by `workers.models.fc_head_format`
     BlockSpec           a DSpark or DFlash head, read by `workers.models.block_format`
     Specs               the descriptions of one engine, as JSON on the way to its ranks
+    latent_shapes(latent, ..)       the matrices of latent attention
     check_parallel(spec, size)      ValueError unless `size` ranks can share the model
 
 Every description of a drafter says the same things of it: `layers`, the shapes of its decoder layers; `tap_layers`,
@@ -73,30 +74,57 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Multi-head latent attention (`workers.models.latent`): one latent of a token stands for the keys of all heads.
+
+    In the KV cache it is one key-value head, which is `ModelSpec.head_dim` = rank + rope_dim wide.
+    """
+
+    query_rank: int | None  # width of the queries' own latent; None = they have none
+    rank: int  # width of the latent without its rotated part
+    plain_dim: int  # widths of a query head that are not rotated
+    rope_dim: int  # and that are
+    value_dim: int  # of a head
+    scale: float  # of scores, with the factor that YaRN adds
+    is_interleaved: bool  # a rotation's two widths are neighbours
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSpec:
+    """DeepSeek-V3's choice of experts, by the sigmoid of scores: first of groups, then of experts within them."""
+
+    num_groups: int
+    num_chosen_groups: int
+    scaling: float  # of the chosen experts' weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """The mixture of experts in place of every MLP (`workers.models.moe`)."""
+    """The mixture of experts in place of an MLP (`workers.models.moe`)."""
 
     num_experts: int
     num_chosen: int  # experts of a row
     inner_size: int
     shared_size: int  # of the expert that every row uses
+    router: RouterSpec | None = None  # None = softmax, and a gate for the shared expert
+    dense_layers: tuple[int, ...] = ()  # those that have an MLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A decoder-only model.
 
-    `rms_norm_eps` to `delta` describe the layers of `workers.models.decoder`. A `TransformersSpec` leaves them empty.
+    `rms_norm_eps` to `moe` describe the layers of `workers.models.decoder`. A `TransformersSpec` leaves them empty.
     """
 
-    family: str  # llama, mistral, qwen2, qwen3, qwen3_5_text, mimo; else transformers' model_type
+    family: str  # of `config_json.SUPPORTED_ARCHITECTURES`; else transformers' model_type
     num_layers: int
     num_mtp_layers: int = 0  # multi-token prediction layers in the same checkpoint
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int  # of all experts of a row together
+    intermediate_size: int  # of an MLP; if no layer has one, of all experts of a row together
     vocab_size: int
     rms_norm_eps: float = 0.0
     tie_embeddings: bool = False
@@ -108,6 +136,7 @@ class ModelSpec:
     attention_gate: bool = False  # sigmoid of q_proj's other half multiplies each head's output
     rope: RopeSpec = RopeSpec(inv_freq=())
     delta: DeltaSpec | None = None
+    latent: LatentSpec | None = None
     moe: MoeSpec | None = None
     windows: tuple[int | None, ...]  # per layer; None = full attention
     max_position_embeddings: int  # default of max_model_len
@@ -135,6 +164,16 @@ class ModelSpec:
     def num_kv_layers(self) -> int:
         """Layers that have keys and values."""
         return self.num_layers - (len(self.delta.layers) if self.delta else 0)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of a token's entry in the KV cache: a key and a value, or a latent, which is both."""
+        return 1 if self.latent else 2
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether CUDA graphs can hold a forward pass: all of its shapes follow from the number of rows."""
+        return self.delta is None and self.latent is None and self.moe is None
 
     def matrix_shapes(self) -> Shapes:
         """Return the matrices of its checkpoint."""
@@ -282,7 +321,8 @@ def _layer_shapes(spec: ModelSpec, prefix: str, first_input: int | None = None) 
     shapes: Shapes = {}
     for number in range(spec.num_layers):
         wide = first_input if first_input is not None and number == 0 else hidden
-        layer = _moe_shapes(spec.moe, hidden) if spec.moe else _mlp_shapes("mlp", inner, hidden)
+        has_experts = spec.moe and number not in spec.moe.dense_layers
+        layer = _moe_shapes(spec.moe, hidden) if spec.moe and has_experts else _mlp_shapes("mlp", inner, hidden)
         if delta is not None and number in delta.layers:
             values = delta.num_value_heads * delta.value_dim
             layer |= {
@@ -292,6 +332,9 @@ def _layer_shapes(spec: ModelSpec, prefix: str, first_input: int | None = None) 
                 "linear_attn.in_proj_a": (delta.num_value_heads, hidden),
                 "linear_attn.out_proj": (hidden, values),
             }
+        elif spec.latent:
+            own = latent_shapes(spec.latent, spec.num_heads, hidden)
+            layer |= {f"self_attn.{name}": shape for name, shape in own.items()}
         else:
             layer |= {
                 "self_attn.q_proj": (heads * (2 if spec.attention_gate else 1), wide),
@@ -311,9 +354,24 @@ def _mlp_shapes(name: str, inner: int, hidden: int) -> Shapes:
     }
 
 
+def latent_shapes(latent: LatentSpec, num_heads: int, hidden: int) -> Shapes:
+    """Return the matrices of a layer's latent attention, by their names within it."""
+    queries = num_heads * (latent.plain_dim + latent.rope_dim)
+    shapes: Shapes = {
+        "kv_a_proj_with_mqa": (latent.rank + latent.rope_dim, hidden),
+        "kv_b_proj": (num_heads * (latent.plain_dim + latent.value_dim), latent.rank),
+        "o_proj": (hidden, num_heads * latent.value_dim),
+    }
+    if latent.query_rank is None:
+        return shapes | {"q_proj": (queries, hidden)}
+    return shapes | {"q_a_proj": (latent.query_rank, hidden), "q_b_proj": (queries, latent.query_rank)}
+
+
 def _moe_shapes(moe: MoeSpec, hidden: int) -> Shapes:
-    shapes: Shapes = {"mlp.gate": (moe.num_experts, hidden), "mlp.shared_expert_gate": (1, hidden)}
-    shapes |= _mlp_shapes("mlp.shared_expert", moe.shared_size, hidden)
+    shapes: Shapes = {"mlp.gate": (moe.num_experts, hidden)}
+    if moe.router is None:
+        shapes["mlp.shared_expert_gate"] = (1, hidden)
+    shapes |= _mlp_shapes("mlp.shared_expert" if moe.router is None else "mlp.shared_experts", moe.shared_size, hidden)
     for number in range(moe.num_experts):
         shapes |= _mlp_shapes(f"mlp.experts.{number}", moe.inner_size, hidden)
     return shapes

@@ -103,7 +103,7 @@ class Run:
             read_seat_B=np.array(read, dtype=np.int32),
             write_seat_B=np.array(write, dtype=np.int32),
         )
-        if self._folds is not None:
+        if self._folds is not None and self.kv.states is not None:
             self.model.fold(self._folds, self.kv)
             self._folds = None
         plan = self.model.plan(attention, PAGE)
