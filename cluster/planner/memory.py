@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from workers.config import EngineConfig
 from workers.kernels.block_scaled import tile_columns
-from workers.models.checkpoint import MTP_PREFIXES, Weights, text_name
+from workers.models.checkpoint import Weights, text_name
 from workers.models.config_json import read_json
 from workers.models.draft_methods import METHODS, method_of, read_specs
 from workers.models.quantization import read_quantization
-from workers.models.specs import DraftSpec, ModelSpec, Shapes, TransformersSpec
+from workers.models.specs import MTP_PREFIXES, DraftSpec, ModelSpec, Shapes, TransformersSpec
 from workers.workspace import seat_bytes
 
 _TOKEN_ID_BYTES = 4
@@ -73,7 +73,7 @@ def model_shards(config: EngineConfig) -> list[ModelShard]:
     target, spec = specs.target, specs.draft
     stored = _of_text_model(tensor_shapes(Path(config.model_path))) or expected_shapes(target, config.model_path)
     item, kv_item, draft = config.item_bytes, config.kv_item_bytes, config.draft
-    own = {name: shape for name, shape in stored.items() if not name.startswith(MTP_PREFIXES)}
+    own = {name: shape for name, shape in stored.items() if not name.startswith(target.mtp_prefixes)}
     sizes = sizes_in_8_bits(config, config.model_path, target, config.tensor_parallel_size)
     method = METHODS["ngram"] if draft is None else method_of(draft)
     num_taps = 0 if spec is None else len(spec.tap_layers)
@@ -90,7 +90,7 @@ def model_shards(config: EngineConfig) -> list[ModelShard]:
         return [*found, ModelShard(token_bytes=_TOKEN_ID_BYTES)]
     sizes = sizes_in_8_bits(config, draft.model_path or config.model_path, spec, config.draft_ranks)
     if method.weights == "target":
-        shapes = {name: shape for name, shape in stored.items() if name.startswith(MTP_PREFIXES)}
+        shapes = {name: shape for name, shape in stored.items() if name.startswith(target.mtp_prefixes)}
     shapes = shapes or expected_shapes(spec, draft.model_path)
     if spec.draft_vocab_size < spec.layers.vocab_size:  # some rows of the target's, if it is not the head's own
         shapes.setdefault("lm_head.weight", (spec.draft_vocab_size, spec.layers.hidden_size))

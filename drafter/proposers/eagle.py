@@ -60,8 +60,8 @@ class FcHead(FeatureHead):
             self._head = VocabHead.load(*output, layers.vocab_size, self.tp)
 
     def is_foreign(self, name: str) -> bool:
-        """See `DraftHead`: with MTP it is the target's checkpoint."""
-        return not name.startswith(self.spec.prefix)
+        """See `DraftHead`: with MTP it is the target's checkpoint. DeepSeek-V3's head is a copy of the target's."""
+        return not name.startswith(self.spec.prefix) or name.endswith("shared_head.head.weight")
 
     @torch.inference_mode()
     def forward(

@@ -48,10 +48,13 @@ def test_a_head_passes_unless_a_tensor_is_missing(tmp_path: Path, kind: str) -> 
     [
         lambda path: checkpoints.write_hybrid(path),
         lambda path: checkpoints.write_hybrid(path, "qwen3_next", **checkpoints.HYBRID_MOE),
+        lambda path: checkpoints.add_mtp(
+            checkpoints.write_model(path, "deepseek_v3", **checkpoints.LATENT["deepseek_v3"]), "deepseek_v3"
+        ),
         lambda path: checkpoints.write_model(path, "gpt_oss", **checkpoints.ARCHITECTURES["gpt-oss"][1]),
         lambda path: checkpoints.write_multimodal(path, "language_model.model.", sliding_window=7),
     ],
-    ids=["qwen3.5", "qwen3-next", "gpt-oss", "gemma-3 with vision"],
+    ids=["qwen3.5", "qwen3-next", "deepseek-v3", "gpt-oss", "gemma-3 with vision"],
 )
 def test_a_target_passes_unless_a_tensor_is_unknown(tmp_path: Path, write: Callable[[Path], Path]) -> None:
     path = write(tmp_path)

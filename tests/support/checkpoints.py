@@ -637,7 +637,7 @@ def write_eagle(
 def add_mtp(path: Path, layout: str, *, seed: int = 0) -> Path:
     """Add an MTP layer to a single-file model; "mimo" turns a Qwen2 model into a MiMo model.
 
-    That of a hybrid is a copy of the layer that has attention.
+    That of a hybrid is a copy of the layer that has attention, that of a DeepSeek-V3 one of the last layer.
     """
     config = json.loads((path / "config.json").read_text())
     hidden = config["hidden_size"]
@@ -651,6 +651,11 @@ def add_mtp(path: Path, layout: str, *, seed: int = 0) -> Path:
             names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
             shapes = {"mtp.fc.weight": (hidden, 2 * hidden)} | {f"mtp.{name}.weight": (hidden,) for name in names}
             edit_config(path, mtp_num_hidden_layers=1)
+        case "deepseek_v3":
+            own = f"model.layers.{config['num_hidden_layers']}."
+            shapes = {f"{own}{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+            shapes[f"{own}eh_proj.weight"] = (hidden, 2 * hidden)
+            edit_config(path, num_nextn_predict_layers=1)
         case "mimo":
             own = "model.mtp_layers.0."
             names = ("token_layernorm", "hidden_layernorm", "final_layernorm")
@@ -673,6 +678,11 @@ def add_mtp(path: Path, layout: str, *, seed: int = 0) -> Path:
         own = f"model.layers.{config['layer_types'].index('full_attention')}."
         stored = load_file(path / "model.safetensors").items()
         tensors |= {name.replace(own, "mtp.layers.0."): tensor for name, tensor in stored if name.startswith(own)}
+    if layout == "deepseek_v3":
+        last, whole = f"model.layers.{config['num_hidden_layers'] - 1}.", load_file(path / "model.safetensors")
+        tensors |= {name.replace(last, own): tensor for name, tensor in whole.items() if name.startswith(last)}
+        tensors[f"{own}embed_tokens.weight"] = whole["model.embed_tokens.weight"].clone()
+        tensors[f"{own}shared_head.head.weight"] = whole["lm_head.weight"].clone()
     edit_weights(path, add=tensors)
     return path
 

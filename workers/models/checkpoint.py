@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MTP_PREFIXES = ("mtp.", "model.mtp_layers.")
-"""Prefixes of the MTP layers in a target's checkpoint, which the drafter reads (`workers.models.fc_head_format`)."""
-
 _COMPARED_ROWS = 4096
 """Rows that `are_equal` compares at a time."""
 

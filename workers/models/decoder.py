@@ -21,7 +21,7 @@ from workers.kernels.select import AttentionPlan
 from workers.kernels.torch_delta import DeltaPlan, delta_plan, fold_plan
 from workers.kv_cache import KVPool
 from workers.models.base import BaseDecoder
-from workers.models.checkpoint import MTP_PREFIXES, Weights
+from workers.models.checkpoint import Weights
 from workers.models.delta import GatedDelta
 from workers.models.latent import LatentAttention
 from workers.models.layers import (
@@ -205,5 +205,5 @@ def is_legacy(name: str) -> bool:
 
 def _is_ignored(name: str, spec: ModelSpec) -> bool:
     """Return True for tensors that are not part of the decoder: legacy buffers, MTP layers, and a text model's eyes."""
-    is_mtp = spec.num_mtp_layers > 0 and name.startswith(MTP_PREFIXES)
+    is_mtp = spec.num_mtp_layers > 0 and name.startswith(spec.mtp_prefixes)
     return is_legacy(name) or is_mtp or ((spec.delta or spec.latent) is not None and name.startswith(_EYES))

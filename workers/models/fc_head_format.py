@@ -7,7 +7,10 @@ The feature of a token is the target's last hidden state, after its final norm. 
                             is a layer with attention, its gates, norms and experts as in the target
     MTP, MiMo               model.mtp_layers.0.{input_proj, token_layernorm, hidden_layernorm, final_layernorm}, and
                             the names of a Qwen2 layer beside them; input_proj reads the feature first
-Sources: SafeAILab's cnets1.py, vLLM's qwen3_next_mtp.py and mimo_mtp.py.
+    MTP, DeepSeek-V3        model.layers.{L}.{eh_proj, enorm, hnorm, shared_head.norm} behind the L layers of the
+                            model, and the names of one of those beside them; copies of the target's embed_tokens and,
+                            as shared_head.head, of its lm_head
+Sources: SafeAILab's cnets1.py, vLLM's qwen3_next_mtp.py and mimo_mtp.py, transformers' MtpLayer.
 """
 
 from __future__ import annotations
@@ -72,7 +75,22 @@ def read_mtp_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
     if text_config(raw).get("mtp_use_dedicated_embeddings"):
         raise ValueError(f"{path}: mtp_use_dedicated_embeddings is not implemented for method 'mtp'; {INSTEAD_OF_MTP}")
     # Full attention even if the target's layers have windows, as in vLLM.
-    layers = replace(target, num_layers=1, windows=(None,), delta=None)
+    moe = replace(target.moe, dense_layers=()) if target.moe else None
+    layers = replace(target, num_layers=1, windows=(None,), delta=None, moe=moe)
+    if target.latent is not None:
+        own = f"model.layers.{target.num_layers}."
+        return FcHeadSpec(
+            layers=layers,
+            prefix=own,
+            fc=f"{own}eh_proj",
+            fc_bias=False,
+            feature_first=False,
+            embedding_norm=f"{own}enorm",
+            feature_norm=f"{own}hnorm",
+            layer_prefixes=(own,),
+            first_layer_norm=True,
+            final_norm=f"{own}shared_head.norm",
+        )
     if target.family == "mimo":
         own = "model.mtp_layers.0."
         return FcHeadSpec(

@@ -39,7 +39,7 @@ class LatentAttention:
         latent = spec.latent
         assert latent is not None
         self.tp, self.kernels, self.eps, self._scale = weights.tp, weights.kernels, spec.rms_norm_eps, latent.scale
-        rank, size, device = self.tp.rank, self.tp.size, weights.device
+        rank, size = self.tp.rank, self.tp.size
         self._num_heads = spec.num_heads // size
         self._rank, self._plain_dim, self._rope_dim = latent.rank, latent.plain_dim, latent.rope_dim
         shapes = latent_shapes(latent, spec.num_heads, spec.hidden_size)
@@ -48,28 +48,24 @@ class LatentAttention:
             fields = "hidden_size, num_attention_heads, q_lora_rank, kv_lora_rank and qk_*_head_dim, v_head_dim"
             check_shape(weights, f"{prefix}{name}.weight", shape, fields)
 
-        # Rotated widths are brought into two halves, as `rotate_` takes them: all that were first of a pair, then all
-        # that were second.
-        rope_r = torch.arange(latent.rope_dim, device=device)
-        if latent.is_interleaved:
-            rope_r = rope_r.view(-1, 2).t().flatten()
-        of_head = torch.cat((torch.arange(latent.plain_dim, device=device), latent.plain_dim + rope_r))
-        first_H1 = torch.arange(self._num_heads, device=device)[:, None] * len(of_head)
-        query_O, by_head, whole = (first_H1 + of_head).flatten(), (0, rank, size), (0, 0, 1)
+        def halves(plain_dim: int) -> Tensor:
+            """Return the rows of plain widths, then those of rotated ones, which come in pairs or in halves."""
+            rope_r = torch.arange(latent.rope_dim, device=weights.device)
+            if latent.is_interleaved:
+                rope_r = rope_r.view(-1, 2).t().flatten()
+            return torch.cat((torch.arange(plain_dim, device=weights.device), plain_dim + rope_r))
 
-        def down(name: str, part: tuple[int, int, int], row_O: Tensor) -> None:
-            latent_O = torch.cat((torch.arange(latent.rank, device=device), latent.rank + rope_r))
-            parts = {f"{prefix}{name}": part, f"{prefix}kv_a_proj_with_mqa": whole}
-            self._widths = [len(row_O), latent.rank, latent.rope_dim]
-            self._down = fused_linear(weights, parts, False, torch.cat((row_O, len(row_O) + latent_O)))
-
-        self._query_norm = None
-        if latent.query_rank is None:
-            down("q_proj", by_head, query_O)
-        else:
-            down("q_a_proj", whole, torch.arange(latent.query_rank, device=device))
+        by_head, whole, of_head = (0, rank, size), (0, 0, 1), halves(latent.plain_dim)
+        row_O = torch.cat([head * len(of_head) + of_head for head in range(self._num_heads)])
+        first, self._query_norm = {"q_proj": by_head}, None
+        if latent.query_rank is not None:
             self._query_norm = weights.get(f"{prefix}q_a_layernorm.weight")
-            self._query_up = fused_linear(weights, {f"{prefix}q_b_proj": by_head}, False, query_O)
+            self._query_up = fused_linear(weights, {f"{prefix}q_b_proj": by_head}, has_bias=False, row_O=row_O)
+            first, row_O = {"q_a_proj": whole}, torch.arange(latent.query_rank, device=weights.device)
+        self._widths = [len(row_O), latent.rank, latent.rope_dim]
+        parts = {f"{prefix}{name}": part for name, part in (first | {"kv_a_proj_with_mqa": whole}).items()}
+        row_O = torch.cat((row_O, len(row_O) + halves(latent.rank)))
+        self._down = fused_linear(weights, parts, has_bias=False, row_O=row_O)
         self._norm_c = weights.get(f"{prefix}kv_a_layernorm.weight")
         up_HXc = weights.get(f"{prefix}kv_b_proj.weight", *by_head).unflatten(0, (self._num_heads, -1))
         self._key_Hnc = up_HXc[:, : latent.plain_dim].contiguous()

@@ -66,7 +66,8 @@ def read_quantization(path: Path, raw: dict[str, Any] | None = None) -> Quantiza
     Raises:
         ValueError: a method or a variant that is not supported.
     """
-    given = (read_json(path / "config.json") if raw is None else raw).get("quantization_config")
+    whole = read_json(path / "config.json") if raw is None else raw
+    given = whole.get("quantization_config") or (whole.get("text_config") or {}).get("quantization_config")
     given = given or (read_json(path / "hf_quant_config.json").get("quantization") or {}) | {"quant_method": "modelopt"}
     if given == {"quant_method": "modelopt"}:
         return None

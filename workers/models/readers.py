@@ -56,7 +56,6 @@ def read_spec(path: Path | str) -> ModelSpec:
     latent = latent_spec(config) if latent_family(raw) else None
     moe = moe_spec(config) if has_delta else latent_moe_spec(config) if latent else None
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    has_mlps = moe is None or moe.dense_layers
     dtype = raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32"
     return ModelSpec(
         family=config.model_type if has_delta else family,
@@ -66,7 +65,9 @@ def read_spec(path: Path | str) -> ModelSpec:
         num_heads=config.num_attention_heads,
         num_kv_heads=1 if latent else config.num_key_value_heads,
         head_dim=latent.rank + latent.rope_dim if latent else head_dim,
-        intermediate_size=config.intermediate_size if has_mlps else moe.num_chosen * moe.inner_size + moe.shared_size,
+        intermediate_size=config.intermediate_size
+        if moe is None or moe.dense_layers
+        else moe.num_chosen * moe.inner_size + moe.shared_size,
         vocab_size=config.vocab_size,
         rms_norm_eps=config.rms_norm_eps,
         tie_embeddings=bool(whole.tie_word_embeddings),

@@ -31,6 +31,10 @@ Shapes: TypeAlias = dict[str, tuple[int, ...]]
 """The shapes of tensors, by their names in a checkpoint."""
 
 
+MTP_PREFIXES = ("mtp.", "model.mtp_layers.")
+"""Prefixes of the MTP layers in a target's checkpoint, which the drafter reads (`workers.models.fc_head_format`)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
     """Inverse frequencies (exact float32 values), and the factor on cos and sin (YaRN).
@@ -169,6 +173,11 @@ class ModelSpec:
     def num_parts(self) -> int:
         """Parts of a token's entry in the KV cache: a key and a value, or a latent, which is both."""
         return 1 if self.latent else 2
+
+    @property
+    def mtp_prefixes(self) -> tuple[str, ...]:
+        """Prefixes of its MTP layers, which DeepSeek-V3 numbers behind the others."""
+        return MTP_PREFIXES + tuple(f"model.layers.{self.num_layers + i}." for i in range(self.num_mtp_layers))
 
     @property
     def can_be_captured(self) -> bool:

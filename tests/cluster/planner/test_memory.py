@@ -212,6 +212,26 @@ def test_qwen3_next_80b_uses_3b_for_a_row(tmp_path: Path) -> None:
     assert shard.token_bytes == 24 * 1024 and 72 * 2**20 < shard.seat_bytes < 76 * 2**20
 
 
+def test_deepseek_v3_has_671b_weights_and_a_latent_on_every_rank(tmp_path: Path) -> None:
+    published = {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
+        "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "q_lora_rank": 1536, "n_routed_experts": 256, "num_experts_per_tok": 8, "num_nextn_predict_layers": 1,
+        "vocab_size": 129280, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    draft = DraftConfig(method="mtp", model_path=str(tmp_path), tensor_parallel_size=8)
+    one = EngineConfig(model_path=str(tmp_path), dtype="bfloat16", draft=draft)
+    [target, _], [share, head] = model_shards(one), model_shards(replace(one, tensor_parallel_size=8))
+    assert target.weight_bytes / 2 == pytest.approx(671e9, rel=0.002)  # as published
+    through = target.matmul_items - target.expert_items * (1 - target.expert_share) + 129280 * 7168
+    assert through == pytest.approx(37.5e9, rel=0.02), "37 billion, as published, and the head"
+    assert target.token_bytes == share.token_bytes == 61 * 576 * 2, "no rank has a part of a latent"
+    whole = 61 * 7168 * (1536 + 576) + 129280 * 7168
+    assert share.weight_bytes / 2 == pytest.approx(whole + (671e9 - whole) / 8, rel=0.002)
+    assert head.token_bytes == 576 * 2 and head.expert_share == 8 / 256
+
+
 def test_a_head_stored_as_a_pytorch_file_counts_like_one_in_safetensors(tmp_path: Path) -> None:
     target = checkpoints.write_model(tmp_path / "target", "llama")
     config = EngineConfig(model_path=str(target), dtype="bfloat16")

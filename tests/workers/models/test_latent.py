@@ -11,23 +11,29 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from drafter.proposers.eagle import FcHead
 from tests.support import checkpoints
 from tests.support.attention_cases import paths_of
-from tests.workers.models.test_hybrid import Oracle, Run, some_tokens
+from tests.workers.models.test_hybrid import PAGE, Oracle, Run, some_tokens
 from workers.kv_cache import FP8, KVPool
 from workers.models.draft_methods import check_kinds
+from workers.models.fc_head_format import read_mtp_spec
 from workers.models.layers import Runtime
 from workers.models.load import load_decoder
+from workers.models.quantization import read_quantization
 from workers.models.readers import read_spec
 from workers.models.specs import Specs
+from workers.types import AttentionMetadata
 
 torch.set_num_threads(1)
 
-YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 YARN |= {"beta_fast": 32, "beta_slow": 1}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
@@ -119,6 +125,26 @@ def test_kimis_have_the_network_of_deepseek(path: Path, tmp_path: Path) -> None:
         assert torch.equal(Run(load_decoder(folder, spec)).forward([[]], [tokens])[0], expected)
 
 
+def test_a_kimi_says_of_its_text_model_that_it_is_quantized(tmp_path: Path) -> None:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    group = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"0": {"weights": weights}},
+    }
+    how = read_quantization(tmp_path, {"model_type": "kimi_k25", "text_config": {"quantization_config": group}})
+    assert how is not None and (how.method, how.block) == ("compressed-tensors W4", (1, 32))
+
+
+def test_latents_in_8_bits_are_near_the_exact_ones(path: Path) -> None:
+    model, tokens, logits = load_decoder(path, read_spec(path)), some_tokens(random.Random(5), 60), []
+    for dtype in (torch.float32, FP8):
+        run = Run(model)
+        run.kv = model.new_kv_pool(run.kv.num_slots, dtype)
+        logits.append(run.forward([[]], [tokens])[0])
+    assert 0 < (logits[1] - logits[0]).abs().mean() < 0.15 * logits[0].std()
+
+
 def test_fp8_blocks_are_read_by_head_and_pair(tmp_path: Path) -> None:
     """Rows of rotated widths change their places, which no block of rows survives."""
     path = write(tmp_path / "exact")
@@ -133,6 +159,41 @@ def test_sixteen_bits_are_near_the_exact_logits(path: Path) -> None:
     half = load_decoder(path, read_spec(path), Runtime(dtype=torch.bfloat16))
     one, other = (Run(model).forward([[]], [tokens])[0] for model in (exact, half))
     assert (one - other).abs().mean() < 0.1 * one.std()
+
+
+def test_the_prediction_layer_has_the_states_of_transformers(tmp_path: Path) -> None:
+    """It is a copy of the last layer here, so that layer of transformers' model stands for it."""
+    path = checkpoints.add_mtp(write(tmp_path), "deepseek_v3")
+    tokens, stored = torch.tensor([some_tokens(random.Random(7), 40)]), load_file(path / "model.safetensors")
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    own, num_rows = "model.layers.3.", tokens.shape[1] - 1
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], stored[f"{own}{name}.weight"], 1e-6)
+
+    with torch.no_grad():
+        features = model.model(tokens).last_hidden_state[:, :-1]
+        parts = norm(model.model.embed_tokens(tokens[:, 1:]), "enorm"), norm(features, "hnorm")
+        x = torch.cat(parts, dim=-1) @ stored[f"{own}eh_proj.weight"].T
+        mask = torch.full((num_rows, num_rows), -torch.inf).triu(1)[None, None]
+        rotation = model.model.rotary_emb(x, torch.arange(num_rows)[None])
+        out = model.model.layers[-1](x, attention_mask=mask, position_embeddings=rotation)
+        expected = norm(out, "shared_head.norm")[0]
+
+    head = FcHead.load(read_mtp_spec(path, read_spec(path)), path, path)
+    slot_N = np.arange(1, 1 + num_rows, dtype=np.int32)
+    attention = AttentionMetadata(
+        query_offsets=np.array([0, num_rows], dtype=np.int32),
+        page_table_BP=np.array([[2, 1, 3]], dtype=np.int32),
+        base_B=np.zeros(1, dtype=np.int32),
+        slot_N=slot_N,
+        visible_N=slot_N + 1,
+        ancestors_N=np.zeros(num_rows, dtype=np.int64),
+    )
+    plan, positions = head.plan(attention, PAGE), torch.from_numpy(slot_N - 1)
+    actual = head.forward(tokens[0, 1:], features[0], positions, plan, head.new_kv_pool(4 * PAGE))
+    assert_close(actual, expected)
+    assert_close(head.logits(actual), model.lm_head(expected).detach())
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def run_models(folder: Path, tp: TensorParallel) -> dict[str, Tensor]:
     results = {}
     metadata = packed()
     taps = torch.zeros(0)
-    for name in ("qwen3_5", *HYBRID_MOES, *MODELS):
+    for name in ("qwen3_5", *HYBRID_MOES, *checkpoints.LATENT, *MODELS):
         decoder = load_decoder(folder / name, read_spec(folder / name), Runtime(tp=tp), tap_layers=(0, 1, 2))
         kv = decoder.new_kv_pool(8 * PAGE, num_seats=2)
         hidden = decoder.forward(tokens(), torch.from_numpy(metadata.slot_N), decoder.plan(metadata, PAGE), kv)
@@ -115,6 +115,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoints.write_hybrid(path / "qwen3_5", **heads)
     for name in HYBRID_MOES:
         checkpoints.write_hybrid(path / name, name, **heads, **checkpoints.HYBRID_MOE)
+    for name, config in checkpoints.LATENT.items():
+        checkpoints.write_model(path / name, name, **config)
     checkpoints.write_eagle3(
         path / "eagle3", draft_vocab_size=41, head_dim=20, num_hidden_layers=2, style="speculators"
     )
