@@ -299,9 +299,7 @@ def run(args: Namespace) -> None:
     if args.fronts:
         with reporting(args.output, "fronts", {"command": command()}, say) as report:
             for streams, num, share in product(args.streams, args.fronts, (0.0, 0.1)):
-                row = asyncio.run(
-                    several(num, streams, int(share * streams), args.chunks, args.steps_per_second, args.waves)
-                )
+                row = asyncio.run(several(num, streams, int(share * streams), args))
                 say(str(row))
                 report.add("fronts", row)
         print(report.markdown)

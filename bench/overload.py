@@ -28,7 +28,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.harness import command, parser
-from bench.service import ROOT, Service, service
+from bench.service import ROOT, ServiceProcesses, service
 from cluster.bench.report import reporting
 from secateur.cli.bench import say
 from tests.support import load
@@ -39,7 +39,7 @@ LARGE = BODY | {"max_tokens": 256, "logprobs": 20}
 """Half a megabyte, more than fits the sockets' buffers."""
 
 
-def fronts(served: Service) -> dict[str, psutil.Process]:
+def fronts(served: ServiceProcesses) -> dict[str, psutil.Process]:
     """Return the processes that every request passes through."""
     pid = httpx2.get(f"{served.url}/server_info", timeout=20).raise_for_status().json()["front"]["pid"]
     proxies = [each for each in served.first.children(recursive=True) if each.name().startswith("ray::ProxyAct")]

@@ -1,7 +1,7 @@
 """Measures a whole service from its clients: tokens a second of all requests together, and processor time by process.
 
     python -m bench.service [MODEL] [--requests 1 8 32 128] [--tokens 64] [--rounds 3] [--http none ray haproxy]
-        [--before FOLDER] [--args JSON] [--output DIR]
+        [--before FOLDER] [--args JSON] [--body JSON] [--output DIR]
 
 The services run side by side and take turns, each asked for the same streams, and the texts must be equal: one without
 Ray, through Ray Serve's proxy, or through its HAProxy, and the same of another checkout (`--before`). Clients are in
@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import product
@@ -55,15 +54,15 @@ ROLES = {
 """Of a command line, the first that is found; without Ray the service's own process is the front."""
 
 
-class Service(NamedTuple):
+class ServiceProcesses(NamedTuple):
     """A running service: its URL and the first of its processes."""
 
     url: str
     first: psutil.Process
 
-    def cpu_s(self) -> Counter[str]:
+    def cpu_s(self) -> dict[str, float]:
         """Return the processor time that its processes have used, by role."""
-        used: Counter[str] = Counter()
+        used = dict.fromkeys(ROLES, 0.0)
         for process in (self.first, *self.first.children(recursive=True)):
             try:
                 line, pid = " ".join(process.cmdline()), process.pid
@@ -75,9 +74,10 @@ class Service(NamedTuple):
 
 
 @contextmanager
-def service(root: Path, args: Mapping[str, Any], http: str = "ray") -> Iterator[Service]:
+def service(root: Path, args: Mapping[str, Any], http: str = "ray") -> Iterator[ServiceProcesses]:
     """Start a service of a checkout in processes of its own; http: none, ray or haproxy."""
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in args.items()]
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in args.items()}
+    flags = [f"--{name.replace('_', '-')}={text}" for name, text in texts.items()]
     made = ["-c", WITHOUT_RAY, json.dumps(args)] if http == "none" else ["-m", "secateur", "serve", *flags]
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="s", ignore_cleanup_errors=True) as folder:
         env = os.environ | {"PYTHONPATH": str(root), "TMPDIR": folder} | (HAPROXY if http == "haproxy" else {})
@@ -87,7 +87,7 @@ def service(root: Path, args: Mapping[str, Any], http: str = "ray") -> Iterator[
             url = next((found for line in process.stdout if (found := re.search(r"http://[\w.]+:\d+", line))), None)
             if url is None:
                 raise SystemExit("the service did not start")
-            yield Service(url[0], psutil.Process(process.pid))
+            yield ServiceProcesses(url[0], psutil.Process(process.pid))
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(120)
@@ -102,15 +102,15 @@ class Answers(NamedTuple):
     texts: list[str]
 
 
-def ask(url: str, num: int, tokens: int, name: str) -> Answers:
-    """Read `num` greedy streams of that many tokens side by side."""
+def ask(url: str, num: int, tokens: int, name: str, more: Mapping[str, Any]) -> Answers:
+    """Read `num` greedy streams of that many tokens side by side. more: fields of their requests."""
     host, port = url.removeprefix("http://").split(":")
     reading, got = selectors.DefaultSelector(), dict[socket.socket, bytearray]()
     began = time.monotonic()
     for number in range(num):
         prompt = f"# {name}.{number}: count the words of a file.\ndef count_{number}(path):\n"
         body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-        data = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
+        data = json.dumps({**body, **more, "stream": True, "stream_options": {"include_usage": True}}).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
         sock = socket.create_connection((host, int(port)))
         sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
@@ -135,27 +135,31 @@ def ask(url: str, num: int, tokens: int, name: str) -> Answers:
     return Answers(seconds, made, sum(map(len, streams)), texts)
 
 
-def turn(served: Service, num: int, tokens: int, name: str) -> tuple[dict[str, float], list[str]]:
+def turn(
+    served: ServiceProcesses, num: int, tokens: int, name: str, more: Mapping[str, Any]
+) -> tuple[dict[str, float], list[str]]:
     """Ask one service once; return the row's figures, processor time in microseconds a token, and the texts."""
     before = served.cpu_s()
-    answers = ask(served.url, num, tokens, name)
-    used = served.cpu_s() - before
-    costs = {f"{role}_us": 1e6 * used[role] / answers.tokens for role in ROLES}
+    answers = ask(served.url, num, tokens, name, more)
+    costs = {f"{role}_us": 1e6 * (used - before[role]) / answers.tokens for role, used in served.cpu_s().items()}
     rate = {"tokens_per_s": answers.tokens / answers.seconds, "events_per_token": answers.events / answers.tokens}
     return rate | costs, answers.texts
 
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("model", nargs="?", default="bundled", help="of all services")
+    made.add_argument("model", nargs="?", help="of all services")
     made.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 128])
     made.add_argument("--tokens", type=int, default=64, help="of each answer")
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--http", nargs="+", choices=("none", "ray", "haproxy"), default=["none"])
     made.add_argument("--before", type=Path, help="another checkout")
     made.add_argument("--args", type=json.loads, default={}, help="engine arguments of all services, as JSON")
+    made.add_argument("--body", type=json.loads, default={}, help="fields of every request, as JSON")
     args: Namespace = made.parse_args()
-    fixed = {"model": args.model, "device": "cpu", "host": "127.0.0.1", "port": 0, "max_num_seqs": max(args.requests)}
+    fixed = {"device": "cpu", "host": "127.0.0.1", "port": 0, "max_num_seqs": max(args.requests)}
+    if args.model is not None:
+        fixed["model"] = args.model
     roots = {"before": args.before.resolve()} if args.before else {}
     with ExitStack() as stack, reporting(args.output, "service", {"command": command()}, say) as report:
         running = {
@@ -163,13 +167,13 @@ def main() -> None:
             for (which, root), http in product((roots | {"now": ROOT}).items(), args.http)
         }
         for served in running.values():
-            ask(served.url, 2, 16, "warm")
+            ask(served.url, 2, 16, "warm", args.body)
         for num in args.requests:
             rows: dict[tuple[str, str], list[dict[str, float]]] = {who: [] for who in running}
             for number in range(args.rounds):
                 seen = []
                 for who, served in list(running.items())[:: 1 if number % 2 else -1]:
-                    row, texts = turn(served, num, args.tokens, f"{num}.{number}")
+                    row, texts = turn(served, num, args.tokens, f"{num}.{number}", args.body)
                     rows[who].append(row)
                     seen.append(texts)
                 if any(texts != seen[0] for texts in seen):

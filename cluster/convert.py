@@ -295,7 +295,7 @@ def _check_vocabularies(args: EngineArgs, config: EngineConfig, draft: str, size
     except Exception as error:  # as in `load_tokenizer`
         raise ConfigError(f"{differ}, and {draft} has no tokenizer to compare; copy it there, or {instead}") from error
     others = load_tokenizer(args, config).vocabulary
-    for id in sorted(min(own, others, key=len)):
+    for id in sorted(own if len(own) < len(others) else others):
         if own.get(id) != others.get(id):
             raise ConfigError(f"{differ}, and token {id} is {others.get(id)!r} and {own.get(id)!r}; {instead}")
 
