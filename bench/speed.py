@@ -40,7 +40,7 @@ from cluster.bench.runner import GenerationJob, Runner
 from cluster.bench.setup import workload
 from cluster.convert import model_folder
 from cluster.openai.request_params import derive_seed
-from cluster.planner.memory import sizes_in_8_bits
+from cluster.planner.memory import sizes_in_bits
 from secateur.bench import check_drafter
 from secateur.cli.bench import say
 from secateur.config import BUNDLED_TARGET, EngineArgs
@@ -330,7 +330,7 @@ def bytes_per_weight(config: EngineConfig) -> float:
     weights = Weights(config.model_path, dtype)
     sizes = {name: math.prod(weights.shape(name)) for name in weights.names() if len(weights.shape(name)) == 2}
     if config.device != "cpu":
-        kept = sizes_in_8_bits(config, config.model_path, read_spec(config.model_path), config.tensor_parallel_size)
+        kept = sizes_in_bits(config, config.model_path, read_spec(config.model_path), config.tensor_parallel_size)
         return sum(size * kept.get(name, dtype.itemsize) for name, size in sizes.items()) / sum(sizes.values())
     return sum(size * linear.bytes_per_weight(weights.get(name)) for name, size in sizes.items()) / sum(sizes.values())
 

@@ -205,9 +205,9 @@ def models() -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     in_gguf = {*gguf.ARCHITECTURES.values(), "MistralForCausalLM"}  # which calls itself llama
-    rows = ["| architecture in config.json | decoder | FP8 | GGUF |", "| --- | --- | --- | --- |"]
+    rows = ["| architecture in config.json | decoder | quantised | GGUF |", "| --- | --- | --- | --- |"]
     for name in SUPPORTED_ARCHITECTURES:
-        rows.append(f"| `{name}` | own | in 8 bits on GPUs | {'yes' if name in in_gguf else ''} |")
+        rows.append(f"| `{name}` | own | in its bits on GPUs | {'yes' if name in in_gguf else ''} |")
     for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] for model_type in TESTED):
         rows.append(f"| `{name}` | transformers' class | dequantised | |")
     parts = [

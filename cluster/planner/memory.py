@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from workers.config import EngineConfig
-from workers.kernels.block_scaled import tile_columns
+from workers.kernels.block_scaled import KEPT_TYPES, tile_columns
 from workers.models.checkpoint import Weights, text_name
 from workers.models.config_json import read_json
 from workers.models.draft_methods import METHODS, method_of, read_specs
@@ -74,7 +76,7 @@ def model_shards(config: EngineConfig) -> list[ModelShard]:
     stored = _of_text_model(tensor_shapes(Path(config.model_path))) or expected_shapes(target, config.model_path)
     item, kv_item, draft = config.item_bytes, config.kv_item_bytes, config.draft
     own = {name: shape for name, shape in stored.items() if not name.startswith(target.mtp_prefixes)}
-    sizes = sizes_in_8_bits(config, config.model_path, target, config.tensor_parallel_size)
+    sizes = sizes_in_bits(config, config.model_path, target, config.tensor_parallel_size)
     method = METHODS["ngram"] if draft is None else method_of(draft)
     num_taps = 0 if spec is None else len(spec.tap_layers)
     width = max(num_taps, 1) * target.hidden_size * method.reads_features
@@ -88,7 +90,7 @@ def model_shards(config: EngineConfig) -> list[ModelShard]:
     shapes = _of_text_model(tensor_shapes(Path(draft.model_path))) if draft.model_path else {}
     if spec is None:
         return [*found, ModelShard(token_bytes=_TOKEN_ID_BYTES)]
-    sizes = sizes_in_8_bits(config, draft.model_path or config.model_path, spec, config.draft_ranks)
+    sizes = sizes_in_bits(config, draft.model_path or config.model_path, spec, config.draft_ranks)
     if method.weights == "target":
         shapes = {name: shape for name, shape in stored.items() if name.startswith(target.mtp_prefixes)}
     shapes = shapes or expected_shapes(spec, draft.model_path)
@@ -147,47 +149,51 @@ def model_shard(
     )
 
 
-def sizes_in_8_bits(config: EngineConfig, folder: str, spec: DraftSpec, ranks: int) -> dict[str, float]:
-    """Return the bytes per weight of the matrices of a folder that a GPU keeps in 8 bits, their scales included.
+def sizes_in_bits(config: EngineConfig, folder: str, spec: DraftSpec, ranks: int) -> dict[str, float]:
+    """Return the bytes per weight of the matrices of a folder that a GPU keeps in their bits, their scales included.
 
     {} where none are kept so. Columns that are cut inside a block are not, which some ranks then dequantize. The GPU is
-    taken to convert float8, see `workers.kernels.triton_linear.keeps_float8`.
+    taken to convert float8, see `workers.kernels.triton_linear.kept_types`.
     """
     is_kept = config.device == "cuda" and config.kernels != "torch" and config.item_bytes == 2
-    if not is_kept or isinstance(spec, TransformersSpec):
-        return {}
-    quantization = read_json(Path(folder) / "config.json").get("quantization_config") or {}
-    how = read_quantization(Path(folder))
-    if how is None or not how.is_float8:
-        return {}
-    block = how.block[1] if how.block else None  # None: one for all columns
-    if block is not None and tile_columns(block) is None:
+    how = read_quantization(Path(folder)) if is_kept and not isinstance(spec, TransformersSpec) else None
+    if how is None:
         return {}
     try:
-        weights = Weights(folder)
+        weights = Weights(folder, torch.bfloat16, kept=KEPT_TYPES)
     except FileNotFoundError:  # all that config.json does not exclude
+        if "FP4" in how.method or how.bits == 2:
+            return {}
+        quantization = read_json(Path(folder) / "config.json").get("quantization_config") or {}
         kept_whole = tuple(f"{name}.weight" for name in quantization.get("modules_to_not_convert") or ())
         shapes = {name: shape for name, shape in expected_shapes(spec, folder).items() if name not in kept_whole}
+        columns = {name: (shape[1], *how.columns_of(shape[1])) for name, shape in shapes.items()}
     else:
-        shapes = {name: weights.shape(name) for name in weights.names() if weights.is_float8(name)}
+        found = {name: stored for name in weights.names() if (stored := weights.kept(name)) is not None}
+        columns = {
+            name: (*stored.columns, stored.bytes_in_bits)
+            for name, stored in found.items()
+            if stored.block_of(slice(0, stored.columns[0])) is not None
+        }
 
     def is_cut(name: str) -> bool:
+        num_inputs, block, _ = columns[name]
         is_split_by_columns = name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight"))
         return (
-            block is not None
+            block != num_inputs
             and is_split_by_columns
-            and any(shapes[name][1] * rank // ranks % block for rank in range(ranks))
+            and any(num_inputs * rank // ranks % block for rank in range(ranks))
         )
 
     kinds = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")
-    names = [name for name in shapes if name.endswith(kinds) and not name.endswith(_REPLICATED)]
-    return {name: 1 + 4 / (block or shapes[name][1]) for name in names if not is_cut(name)}
+    names = [name for name in columns if name.endswith(kinds) and not name.endswith(_REPLICATED)]
+    return {name: columns[name][2] for name in names if tile_columns(columns[name][1]) is not None and not is_cut(name)}
 
 
 def tensor_shapes(folder: Path) -> Shapes:
     """Return the shape of every tensor an engine reads from a folder, by name; {} without weights.
 
-    The scales of 8-bit weights are left out; `sizes_in_8_bits` counts those that are kept.
+    The scales of quantized weights are left out; `sizes_in_bits` counts those that are kept.
     """
     try:
         weights = Weights(folder)

@@ -15,14 +15,15 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("runs on the simulated device", allow_module_level=True)
 
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from bench.speed import bytes_per_weight
-from cluster.planner.memory import model_shards, sizes_in_8_bits
+from cluster.planner.memory import model_shards, sizes_in_bits
 from cluster.planner.roofline import reading_ms
 from tests.end_to_end.test_simulated_cuda import COUPLED, DYNAMIC, config_for, jobs, run
-from tests.support import checkpoints
+from tests.support import checkpoints, quantized
 from tests.support.simulated_cuda import simulated_cuda
+from workers.config import EngineConfig
 from workers.kernels import block_scaled, triton_linear
 from workers.kernels.select import kernels_for
 from workers.models.decoder import Decoder
@@ -109,9 +110,35 @@ def test_plans_and_reports_count_what_is_kept(models: Path) -> None:
     for unkept in (replace(config, dtype="float32"), replace(config, kernels="torch")):
         assert [shard.saved_bytes for shard in model_shards(unkept)] == [0, 0]
         assert bytes_per_weight(unkept) == unkept.item_bytes
-    kept, cut = (sizes_in_8_bits(config, config.model_path, read_spec(models / "target"), ranks) for ranks in (1, 8))
+    kept, cut = (sizes_in_bits(config, config.model_path, read_spec(models / "target"), ranks) for ranks in (1, 8))
     assert any(name.endswith("o_proj.weight") for name in kept)  # 8 ranks begin inside its blocks of 128 columns
     assert set(kept) - set(cut) == {name for name in kept if name.endswith(("o_proj.weight", "down_proj.weight"))}
+
+
+@pytest.mark.parametrize(("form", "num_bits"), [("AWQ", 4), ("compressed-tensors INT8, a scale per row", 8)])
+def test_integers_take_the_bits_that_plans_count(tmp_path: Path, form: str, num_bits: int) -> None:
+    for name in ("kept", "plain"):
+        checkpoints.write_model(tmp_path / name, "qwen3", **SIZES)
+    weights = quantized.quantize(tmp_path / "kept", form)
+    save_file({name: w.contiguous() for name, w in weights.items()}, tmp_path / "plain/model.safetensors")
+    sizes: list[int] = []
+    logits: list[torch.Tensor] = []
+    for name in ("kept", "plain"):
+        gc.collect()
+        with simulated_cuda() as cuda:
+            before = cuda.memory.reset()
+            runtime = Runtime(device="cuda", dtype=torch.bfloat16, kernels=kernels_for("cuda"))
+            made = Decoder(RankWeights(tmp_path / name, runtime), read_spec(tmp_path / name))
+            gc.collect()
+            sizes.append(cuda.memory.num_bytes - before)
+            x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16().to("cuda")
+            logits.append(made._layers[0].mlp(x).cpu())
+            del made, x
+    [shard] = model_shards(EngineConfig(model_path=str(tmp_path / "kept"), device="cuda", dtype="bfloat16"))
+    items = sum(weight.numel() for name, weight in weights.items() if name.endswith("_proj.weight"))
+    assert sizes[1] - sizes[0] == shard.saved_bytes and items * (16 - num_bits) / 8 > shard.saved_bytes
+    assert shard.saved_bytes > items * (16 - 1.3 * num_bits) / 8
+    assert torch.equal(*logits)
 
 
 def test_the_sums_of_splits_are_counted_beside_the_weights(models: Path) -> None:

@@ -236,20 +236,29 @@ def cuts() -> Iterator[Case]:
 
 
 def products() -> Iterator[Case]:
-    """Yield the products with 8-bit weights; a device of capability 8.0 has no such weights."""
-    types = dict(x_ptr="*bf16", weight_ptr="*fp8e4nv", scale_ptr=FLOAT, bias_ptr="*bf16")
+    """Yield the products with 8-bit and 4-bit weights; a device of capability 8.0 has no float8."""
+    types = dict(x_ptr="*bf16", bias_ptr="*bf16")
+    float8 = dict(weight_ptr="*fp8e4nv", scale_ptr=FLOAT, zero_ptr=FLOAT)
+    integers = dict(scale_ptr="*bf16", zero_ptr="*i16")
     tiles = [(tile, is_whole, False) for tile in triton_linear.TILES for is_whole in (True, False)]
-    for tile, is_whole, is_in_turn in (*tiles, (triton_linear.TILES[-1], True, True)):
+    kinds = (
+        ("float8", float8),
+        ("int8", integers | {"weight_ptr": "*i8"}),
+        ("4 bits", integers | {"weight_ptr": "*u8"}),
+    )
+    for (kind, own), (tile, is_whole, is_in_turn) in product(kinds, (*tiles, (triton_linear.TILES[-1], True, True))):
         is_split = tile is not triton_linear.TILES[-1]
+        odd, turn = "" if is_whole else ", odd columns", ", splits in turn" * is_in_turn
         yield Case(
-            name=f"multiply: {tile.rows} rows{'' if is_whole else ', odd columns'}{', splits in turn' * is_in_turn}",
+            name=f"multiply {kind}: {tile.rows} rows{odd}{turn}",
             kernel=triton_linear._multiply,
             constants=dict(ROWS=tile.rows, OUTPUTS=tile.outputs, COLUMNS=128, TILES_PER_BLOCK=1, IS_WHOLE=is_whole)
-            | dict(IS_IN_TURN=is_in_turn, HAS_BIAS=not is_split, IS_INTERPRETED=False),
-            types=types | dict(out_ptr=FLOAT if is_split else "*bf16"),
+            | dict(IS_IN_TURN=is_in_turn, HAS_BIAS=not is_split, IS_INTERPRETED=False)
+            | dict(IS_PACKED=kind == "4 bits", HAS_ZERO=kind != "float8"),
+            types=types | own | dict(out_ptr=FLOAT if is_split else "*bf16"),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
-            least_arch=89,
+            least_arch=89 if kind == "float8" else 80,
             aligned=("num_outputs", "num_inputs"),
         )
     yield Case(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.support.checkpoints import edit_config
 
-GROUP = 16
+GROUP = 32
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 FP8 = torch.float8_e4m3fn
 _PYTORCH = {"format": "pt"}
@@ -62,6 +62,13 @@ def integers(weight: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Ten
     zero = (-low / scale).round().clamp(1, 2**bits - 1)
     codes = (parts / scale[..., None] + zero[..., None]).round().clamp(0, 2**bits - 1)
     return codes.reshape(weight.shape).long(), scale, zero.long()
+
+
+def int8(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Store symmetric integers with a scale for each row, in bfloat16 as published."""
+    scale = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
+    codes = (weight / scale.float()).round().clamp(-128, 127)
+    return {name: codes.to(torch.int8), f"{name}_scale": scale}, codes * scale.float()
 
 
 def fp8(name: str, weight: Tensor, parts: tuple[int, int], suffix: str) -> tuple[dict[str, Tensor], Tensor]:
@@ -161,6 +168,9 @@ FORMS: dict[str, tuple[dict[str, Any], Any]] = {
     "compressed-tensors FP8 in blocks": (
         compressed("float-quantized", type="float", strategy="block", block_structure=[16, 32]),
         lambda name, w: fp8(name, w, (w.shape[0] // 16, w.shape[1] // 32), "_scale"),
+    ),
+    "compressed-tensors INT8, a scale per row": (
+        compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8
     ),
     "compressed-tensors W4A16": (
         compressed("pack-quantized", **_INT4), lambda name, w: packed(name, w, is_symmetric=True)

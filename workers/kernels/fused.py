@@ -8,7 +8,7 @@ from __future__ import annotations
 from workers.kernels.pointwise import add_rms_norm, head_input, rms_norm, rotate_, rotation, silu_mul
 from workers.kernels.triton_attention import plan, tree_attention
 from workers.kernels.triton_copy import copy_slots
-from workers.kernels.triton_linear import block_scaled_linear, keeps_float8
+from workers.kernels.triton_linear import block_scaled_linear, kept_types
 from workers.kernels.triton_sampling import coupled_argmax, gumbel, top_k
 from workers.kernels.triton_truncation import truncation_threshold
 
@@ -20,7 +20,7 @@ __all__ = [
     "coupled_argmax",
     "gumbel",
     "head_input",
-    "keeps_float8",
+    "kept_types",
     "plan",
     "rms_norm",
     "rotate_",

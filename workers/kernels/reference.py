@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workers.kernels.block_scaled import block_scaled_linear, keeps_float8
+from workers.kernels.block_scaled import block_scaled_linear, kept_types
 from workers.kernels.pointwise import add_rms_norm, head_input, rms_norm, rotate_, rotation, silu_mul
 from workers.kernels.torch_attention import plan, tree_attention
 from workers.sampling.philox import gumbel
@@ -26,7 +26,7 @@ __all__ = [
     "coupled_argmax",
     "gumbel",
     "head_input",
-    "keeps_float8",
+    "kept_types",
     "plan",
     "rms_norm",
     "rotate_",

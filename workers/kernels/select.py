@@ -137,8 +137,8 @@ class Kernels(Protocol):
         """Return each row's k largest values in descending order, and its log sum exp(x / tau) with tau > 0."""
         ...
 
-    def keeps_float8(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Return True if weights that are stored in float8 blocks stay so, for `block_scaled_linear` in this dtype."""
+    def kept_types(self, dtype: torch.dtype, device: torch.device) -> frozenset[torch.dtype]:
+        """Return the types of the values, see `BlockScaled`, that `block_scaled_linear` multiplies in this dtype."""
         ...
 
     def block_scaled_linear(self, x_NI: Tensor, weight: BlockScaled, bias_O: Tensor | None) -> Tensor:

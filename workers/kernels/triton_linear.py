@@ -1,10 +1,10 @@
-"""Products with weights in 8 bits in Triton: the counterpart of `workers.kernels.block_scaled`.
+"""Products with weights in 8 or 4 bits in Triton: the counterpart of `workers.kernels.block_scaled`.
 
-Only the weights are in 8 bits. A program converts a tile of them to float32, multiplies it with the scales of its
-blocks and rounds it to the inputs' dtype, all in registers, which gives the values of the dequantized weight. These
-are multiplied with the inputs on the tensor cores:
+Only the weights are in few bits. A program converts a tile of them to float32, subtracts the zero points of its blocks,
+multiplies it with their scales and rounds it to the inputs' dtype, all in registers, which gives the values of the
+dequantized weight. These are multiplied with the inputs on the tensor cores:
 
-    y^T = sum over the K columns of each block of  round(float32(w) * scale) x^T        in float32, then + bias
+    y^T = sum over the K columns of each block of  round((w - zero) * scale) x^T        in float32, then + bias
 
 The product is transposed, because Hopper's tensor cores read their first operand from registers, where the weights
 are; it also lets few rows fill a tile of 16. A sum over all columns is in *splits*, whose sums are added in order. How
@@ -24,10 +24,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.kernels.block_scaled import FLOAT8_CAPABILITY, SPLIT_ROWS, BlockScaled, num_splits, tile_columns
+from workers.kernels.block_scaled import (
+    FLOAT8_CAPABILITY,
+    PACKED,
+    SPLIT_ROWS,
+    UNIT,
+    BlockScaled,
+    num_splits,
+    tile_columns,
+)
 from workers.kernels.interpreted import is_interpreted
 
 _SUM_BLOCK = 1024
+_UNIT = tl.constexpr(UNIT)
 
 
 class Tile(NamedTuple):
@@ -43,11 +52,12 @@ TILES = (Tile(16, 64, 4, 5), Tile(32, 64, 4, 5), Tile(SPLIT_ROWS, 64, 4, 4), Til
 """The last one is for any number of rows above the others'."""
 
 
-def keeps_float8(dtype: torch.dtype, device: torch.device) -> bool:
-    """See `workers.kernels.select.Kernels.keeps_float8`. GPUs need `FLOAT8_CAPABILITY`."""
+def kept_types(dtype: torch.dtype, device: torch.device) -> frozenset[torch.dtype]:
+    """See `workers.kernels.select.Kernels.kept_types`. For float8, GPUs need `FLOAT8_CAPABILITY`."""
     if dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
+        return frozenset()
+    has_float8 = device.type == "cpu" or torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
+    return frozenset({torch.int8, PACKED, *((torch.float8_e4m3fn,) if has_float8 else ())})
 
 
 def block_scaled_linear(x_NI: Tensor, weight: BlockScaled, bias_O: Tensor | None) -> Tensor:
@@ -67,11 +77,13 @@ def block_scaled_linear(x_NI: Tensor, weight: BlockScaled, bias_O: Tensor | None
     partial_SNO = out_NO.new_empty(splits, num_rows, num_outputs, dtype=torch.float32) if is_split else out_NO
     grid = (triton.cdiv(num_rows, tile.rows), triton.cdiv(num_outputs, tile.outputs), splits // in_turn)
     bias_or_any = out_NO if bias_O is None else bias_O
+    zero_or_any = weight.scale_BO if weight.zero_BO is None else weight.zero_BO
     _multiply[grid](
-        x_NI, weight.values_OI, weight.scale_BO, bias_or_any, partial_SNO,
+        x_NI, weight.values_OI, weight.scale_BO, zero_or_any, bias_or_any, partial_SNO,
         num_rows, num_outputs, num_inputs, x_NI.stride(0), triton.cdiv(num_tiles, splits), in_turn,
         ROWS=tile.rows, OUTPUTS=tile.outputs, COLUMNS=columns, TILES_PER_BLOCK=weight.block // columns,
         IS_WHOLE=num_inputs % columns == 0, IS_IN_TURN=in_turn > 1, HAS_BIAS=bias_O is not None and not is_split,
+        IS_PACKED=weight.is_packed, HAS_ZERO=weight.zero_BO is not None,
         IS_INTERPRETED=is_interpreted(), num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if is_split:
@@ -92,38 +104,58 @@ def _rounded(x, dtype: tl.constexpr, IS_INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def _load(ptr, is_there, IS_WHOLE: tl.constexpr):
+    if IS_WHOLE:
+        return tl.load(ptr)
+    return tl.load(ptr, mask=is_there, other=0.0)
+
+
+@triton.jit
+def _add_product(total, value, zero, scale, x, IS_INTERPRETED: tl.constexpr):
+    """Return total + w x^T of the float32 values [OUTPUTS, K] of a weight and inputs [ROWS, K]."""
+    weight = _rounded((value - zero) * scale, x.dtype, IS_INTERPRETED)
+    if IS_INTERPRETED:  # its arithmetic in 16 bits is wrong; products of two such numbers are exact in float32
+        weight = weight.to(tl.float32)
+        x = x.to(tl.float32)
+    return tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+
+
+@triton.jit
 def _sum_of_split(
-    x_ptr, weight_ptr, scale_ptr, first, last, num_outputs, num_inputs,
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, first, last, num_outputs, num_inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TILES_PER_BLOCK: tl.constexpr,
-    IS_WHOLE: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    IS_WHOLE: tl.constexpr, IS_PACKED: tl.constexpr, HAS_ZERO: tl.constexpr, IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Return the sum [OUTPUTS, ROWS] over the tiles first .. last - 1 of columns. Pointers are to columns 0."""
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    column = tl.arange(0, COLUMNS)[None, :]
+    WIDTH: tl.constexpr = COLUMNS // 2 if IS_PACKED else COLUMNS  # of a tile, as stored
+    place = tl.arange(0, WIDTH)[None, :]
+    column = place // (_UNIT // 2) * _UNIT + place % (_UNIT // 2) if IS_PACKED else place
     for tile in range(first, last):
-        scale = tl.load(scale_ptr + (tile // TILES_PER_BLOCK) * num_outputs)
-        if IS_WHOLE:
-            weight = tl.load(weight_ptr + tile * COLUMNS + column)
-            x = tl.load(x_ptr + tile * COLUMNS + column)
+        block = (tile // TILES_PER_BLOCK) * num_outputs
+        scale = tl.load(scale_ptr + block).to(tl.float32)
+        zero = tl.load(zero_ptr + block).to(tl.float32) if HAS_ZERO else 0.0
+        is_column = column < num_inputs - tile * COLUMNS
+        stored = _load(weight_ptr + tile * WIDTH + place, is_column, IS_WHOLE)
+        x = _load(x_ptr + tile * COLUMNS + column, is_column, IS_WHOLE)
+        if IS_PACKED:
+            low, high = (stored & 15).to(tl.float32) - 8.0, (stored >> 4).to(tl.float32) - 8.0
+            total = _add_product(total, low, zero, scale, x, IS_INTERPRETED)
+            x = _load(x_ptr + tile * COLUMNS + column + _UNIT // 2, is_column, IS_WHOLE)
+            total = _add_product(total, high, zero, scale, x, IS_INTERPRETED)
         else:
-            is_column = column < num_inputs - tile * COLUMNS
-            weight = tl.load(weight_ptr + tile * COLUMNS + column, mask=is_column, other=0.0)
-            x = tl.load(x_ptr + tile * COLUMNS + column, mask=is_column, other=0.0)
-        weight = _rounded(weight.to(tl.float32) * scale, x.dtype, IS_INTERPRETED)
-        if IS_INTERPRETED:  # its arithmetic in 16 bits is wrong; products of two such numbers are exact in float32
-            weight = weight.to(tl.float32)
-            x = x.to(tl.float32)
-        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+            total = _add_product(total, stored.to(tl.float32), zero, scale, x, IS_INTERPRETED)
     return total
 
 
 # The number of rows changes from step to step, and each value could compile another kernel.
 @triton.jit(do_not_specialize=["num_rows", "tiles_each", "in_turn"])
 def _multiply(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr,
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr,
     num_rows, num_outputs, num_inputs, x_stride, tiles_each, in_turn,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TILES_PER_BLOCK: tl.constexpr,
-    IS_WHOLE: tl.constexpr, IS_IN_TURN: tl.constexpr, HAS_BIAS: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    IS_WHOLE: tl.constexpr, IS_IN_TURN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    IS_PACKED: tl.constexpr, HAS_ZERO: tl.constexpr, IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -131,20 +163,21 @@ def _multiply(
     own_row = tl.minimum(row, num_rows - 1).to(tl.int64)
     own_output = tl.minimum(output, num_outputs - 1)
     x_ptr += own_row[:, None] * x_stride
-    weight_ptr += own_output.to(tl.int64)[:, None] * num_inputs
+    weight_ptr += own_output.to(tl.int64)[:, None] * (num_inputs // 2 if IS_PACKED else num_inputs)
     scale_ptr += own_output[:, None]
+    zero_ptr += own_output[:, None]
     num_tiles = tl.cdiv(num_inputs, COLUMNS)
     first = tl.program_id(2) * tiles_each
     total = _sum_of_split(
-        x_ptr, weight_ptr, scale_ptr, first, tl.minimum(first + tiles_each, num_tiles), num_outputs, num_inputs,
-        ROWS, OUTPUTS, COLUMNS, TILES_PER_BLOCK, IS_WHOLE, IS_INTERPRETED,
+        x_ptr, weight_ptr, scale_ptr, zero_ptr, first, tl.minimum(first + tiles_each, num_tiles), num_outputs,
+        num_inputs, ROWS, OUTPUTS, COLUMNS, TILES_PER_BLOCK, IS_WHOLE, IS_PACKED, HAS_ZERO, IS_INTERPRETED,
     )  # fmt: skip
     if IS_IN_TURN:
         for split in range(1, in_turn):
             first = split * tiles_each
             total += _sum_of_split(
-                x_ptr, weight_ptr, scale_ptr, first, tl.minimum(first + tiles_each, num_tiles), num_outputs,
-                num_inputs, ROWS, OUTPUTS, COLUMNS, TILES_PER_BLOCK, IS_WHOLE, IS_INTERPRETED,
+                x_ptr, weight_ptr, scale_ptr, zero_ptr, first, tl.minimum(first + tiles_each, num_tiles), num_outputs,
+                num_inputs, ROWS, OUTPUTS, COLUMNS, TILES_PER_BLOCK, IS_WHOLE, IS_PACKED, HAS_ZERO, IS_INTERPRETED,
             )  # fmt: skip
     if HAS_BIAS:
         total += tl.load(bias_ptr + own_output).to(tl.float32)[:, None]

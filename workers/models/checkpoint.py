@@ -43,13 +43,13 @@ class Weights:
     Files are memory-mapped. Only the requested slices are read, cast and moved, one tensor at a time, so a rank never
     holds more than its share plus one tensor. Every returned tensor owns its memory.
     Quantized tensors (`workers.models.quantization`) are dequantized when they are read: they take the memory of
-    `dtype` and are multiplied at its speed. With `keeps_float8`, `matrix` leaves those in float8 in 8 bits.
+    `dtype` and are multiplied at its speed. `matrix` leaves those of the types in `kept` in their bits.
 
     Args:
         path: the checkpoint folder.
         dtype: floating-point tensors are cast to it (None = as stored); integer and boolean tensors are not.
         device: device of the returned tensors.
-        keeps_float8: whether `matrix` may return `BlockScaled`, see `workers.kernels.select.Kernels.keeps_float8`.
+        kept: types of values of which `matrix` returns `BlockScaled`, see `workers.kernels.select.Kernels.kept_types`.
         rename: maps stored names to the names used here, for formats that differ by a prefix.
     """
 
@@ -60,7 +60,7 @@ class Weights:
         device: torch.device | str = "cpu",
         rename: Callable[[str], str] = str,
         *,
-        keeps_float8: bool = False,
+        kept: frozenset[torch.dtype] = frozenset(),
     ) -> None:
         import torch
         from safetensors import SafetensorError, safe_open
@@ -71,8 +71,8 @@ class Weights:
         self._slices: dict[str, Any] = {}
         self._used: set[str] = set()
         self.quantization = read_quantization(self.path)
-        self._keeps_float8 = keeps_float8
-        assert dtype is not None or not keeps_float8
+        self._kept = kept
+        assert dtype is not None or not kept
         self._has_told = False
         for file in _weight_files(self.path):
             if file.suffix == ".bin":
@@ -94,10 +94,10 @@ class Weights:
         """Return the names of all tensors; the parts of a quantized one have its name."""
         return list(self._slices)
 
-    def is_float8(self, name: str) -> bool:
-        """Return True if a matrix is stored in float8 with scales. Raises ValueError if it is missing."""
+    def kept(self, name: str) -> QuantizedWeight | None:
+        """Return a matrix that `kept` lets stay in its bits, else None. Raises ValueError if it is missing."""
         stored = self._find(name)
-        return isinstance(stored, QuantizedWeight) and stored.is_float8
+        return stored if isinstance(stored, QuantizedWeight) and stored.kept_type in self._kept else None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the full shape of a tensor. Raises ValueError if it is missing."""
@@ -118,42 +118,26 @@ class Weights:
         *,
         section: tuple[int, int] | None = None,
     ) -> Tensor | BlockScaled:
-        """Read a matrix like `get`, in 8 bits if it is stored and kept so. section: split these rows or columns alone.
+        """Read a matrix like `get`, in its bits if these are kept. section: split these rows or columns alone.
 
         A part of its columns that begins inside a block is dequantized, because its first block would be narrower.
         """
-        import torch
-
-        from workers.kernels.block_scaled import BlockScaled, tile_columns
-
-        stored = self._find(name)
         spans = [(0, length) for length in self.shape(name)]
         if dim is not None:
             first, last = section or spans[dim]
             begin, end = split(last - first, rank, size)
             spans[dim] = first + begin, first + end
-        if not (self._keeps_float8 and self.is_float8(name)):
-            return self.get_range(name, dim or 0, *spans[dim or 0])
-        assert self.dtype is not None
-        rows, columns = (slice(*span) for span in spans)
-        width = columns.stop - columns.start
-        block = width if stored.block[1] == self.shape(name)[1] else stored.block[1]
-        if (block != width and columns.start % block) or tile_columns(block) is None:
+        if (stored := self.kept(name)) is not None:
+            rows, columns = (slice(*span) for span in spans)
+            assert self.dtype is not None
+            if (block := stored.block_of(columns)) is not None:
+                self._used.add(name)
+                return stored.in_bits(rows, columns, block, self.device, self.dtype)
             if not self._has_told:
-                logger.info("%s: %s is dequantized: blocks of %d columns are cut or too narrow", self.path, name, block)
+                why = "blocks of columns are cut, too narrow or mixed"
+                logger.info("%s: %s is dequantized: its %s", self.path, name, why)
                 self._has_told = True
-            return self.get_range(name, dim or 0, *spans[dim or 0])
-        self._used.add(name)
-        part = stored.codes[rows, columns]
-        values_OI = torch.empty(part.shape, dtype=part.dtype, device=self.device).copy_(part)
-        scale_OB = torch.cat(
-            [
-                stored.scales((rows, slice(first, first + 1)), self.device).expand(len(values_OI), 1)
-                for first in range(columns.start, columns.stop, block)
-            ],
-            dim=1,
-        )
-        return BlockScaled(values_OI, scale_OB.t().contiguous(), block, self.dtype)
+        return self.get_range(name, dim or 0, *spans[dim or 0])
 
     def get_range(self, name: str, dim: int, start: int, end: int | None, dtype: torch.dtype | None = None) -> Tensor:
         """Read items start:end along `dim`, in `dtype` (None = self.dtype). Raises ValueError if it is missing."""

@@ -84,7 +84,7 @@ ON_CPU = Runtime()
 class RankWeights(Weights):
     """A checkpoint, and what else a rank needs to build its share of the model.
 
-    rename: see `Weights`. has_float8: matrices stay in float8 if they are stored so and the kernels multiply them.
+    rename: see `Weights`. keeps_bits: matrices stay in the bits that they are stored in if the kernels multiply them.
     """
 
     def __init__(
@@ -93,18 +93,19 @@ class RankWeights(Weights):
         runtime: Runtime = ON_CPU,
         rename: Callable[[str], str] = str,
         *,
-        has_float8: bool = True,
+        keeps_bits: bool = True,
     ) -> None:
         dtype, device, self.kernels = runtime.dtype, torch.device(runtime.device), runtime.kernels
-        keeps_float8 = has_float8 and self.kernels.keeps_float8(dtype, device)
-        super().__init__(path, dtype, device, rename, keeps_float8=keeps_float8)
+        kept = self.kernels.kept_types(dtype, device) if keeps_bits else frozenset[torch.dtype]()
+        super().__init__(path, dtype, device, rename, kept=kept)
         self.dtype: torch.dtype = dtype
         self.tp = runtime.tp
         if self.quantization is not None:
-            is_kept = keeps_float8 and any(self.is_float8(name) for name in self.names())
+            is_kept = any(self.kept(name) for name in self.names())
             kernels = f"{self.kernels.NAME} kernels do not multiply them with {dtype} on this device"
-            why = f"dequantized, because {kernels if has_float8 else 'its class multiplies 16 or 32 bits'}"
-            logger.info("%s: %s weights are %s", path, self.quantization.method, "kept in 8 bits" if is_kept else why)
+            why = f"dequantized, because {kernels if keeps_bits else 'its class multiplies 16 or 32 bits'}"
+            told = f"kept in {self.quantization.bits} bits" if is_kept else why
+            logger.info("%s: %s weights are %s", path, self.quantization.method, told)
 
 
 def check_shape(weights: Weights, name: str, expected: tuple[int, ...], fields: str) -> None:

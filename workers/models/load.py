@@ -37,4 +37,4 @@ def load_decoder(
         return Decoder(RankWeights(path, runtime, text_name), spec, tap_layers)
     from workers.models.transformers_model import TransformersDecoder  # imports transformers, which takes seconds
 
-    return TransformersDecoder(RankWeights(path, runtime, has_float8=False), spec, tap_layers, max_model_len)
+    return TransformersDecoder(RankWeights(path, runtime, keeps_bits=False), spec, tap_layers, max_model_len)

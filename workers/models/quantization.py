@@ -26,12 +26,16 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from workers.kernels.block_scaled import BlockScaled
+
 logger = logging.getLogger(__name__)
 
 _INSTEAD = (
     "write the original weights, or a version of them in FP8, compressed-tensors, ModelOpt's FP8 or NVFP4, AWQ, GPTQ "
     "or GGUF"
 )
+_ROWS = 1024
+"""Rows that are repacked at a time, which limits the memory of their codes in 32 bits."""
 _FLOAT8, _BYTE = "F8_E4M3", "U8"
 _UNREAD = (".input_scale", ".input_scale_ub", ".input_global_scale", ".weight_shape", ".input_zero_point")
 _KV_SCALES = (
@@ -45,19 +49,20 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 class Quantization:
     """Describes the quantized weights of a checkpoint, by its configuration.
 
-    block: rows and columns that share a scale, where the shape of the scales leaves it open. bits: of packed integers.
+    block: rows and columns that share a scale, where the shape of the scales leaves it open. bits: of a weight.
     zero_offset: what is added to stored zero points.
     """
 
     method: str
     block: tuple[int, int] | None = None
-    bits: int = 4
+    bits: int = 8
     zero_offset: int = 0
 
-    @property
-    def is_float8(self) -> bool:
-        """Return whether weights are in 8-bit floats."""
-        return self.method in ("FP8", "ModelOpt FP8", "compressed-tensors float8")
+    def columns_of(self, num_inputs: int) -> tuple[int, float]:
+        """Return the columns that share a scale, and the bytes per weight with it, as far as config.json tells them."""
+        is_float8, is_transposed = "FP8" in self.method or "float8" in self.method, self.method in ("AWQ", "GPTQ")
+        block = (self.block[0 if is_transposed else 1] if self.block else None) or num_inputs
+        return block, self.bits / 8 + (4 if is_float8 or is_transposed else 2) / block
 
 
 def read_quantization(path: Path, raw: dict[str, Any] | None = None) -> Quantization | None:
@@ -76,9 +81,9 @@ def read_quantization(path: Path, raw: dict[str, Any] | None = None) -> Quantiza
         case "fp8" | "fbgemm_fp8":
             return Quantization(method="FP8", block=_pair(given.get("weight_block_size")))
         case "mxfp4":
-            return Quantization(method="MXFP4", block=(1, 32))
+            return Quantization(method="MXFP4", block=(1, 32), bits=4)
         case "awq" if given.get("bits", 4) == 4 and given.get("version", "gemm").lower() == "gemm":
-            return Quantization(method="AWQ", block=_group(given))
+            return Quantization(method="AWQ", block=_group(given), bits=4)
         case "gptq" if given.get("bits") in (2, 4, 8) and not given.get("dynamic"):
             offset = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
             return Quantization(method="GPTQ", block=_group(given), bits=given["bits"], zero_offset=offset)
@@ -86,7 +91,7 @@ def read_quantization(path: Path, raw: dict[str, Any] | None = None) -> Quantiza
             if (algorithm := given.get("quant_algo")) in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
                 return Quantization(method="ModelOpt FP8")
             if algorithm == "NVFP4":
-                return Quantization(method="NVFP4", block=(1, 16))
+                return Quantization(method="NVFP4", block=(1, 16), bits=4)
             raise _unsupported(path, f"ModelOpt's {algorithm}")
         case "compressed-tensors":
             return _compressed(path, given)
@@ -113,7 +118,8 @@ def _compressed(path: Path, given: dict[str, Any]) -> Quantization:
             bits = weights["num_bits"]
             return Quantization(method=f"compressed-tensors W{bits}", block=block, bits=bits)
         case "nvfp4-pack-quantized" | "mxfp4-pack-quantized":
-            return Quantization(method=form.split("-")[0].upper(), block=block or (1, 16 if form[0] == "n" else 32))
+            block = block or (1, 16 if form[0] == "n" else 32)
+            return Quantization(method=form.split("-")[0].upper(), block=block, bits=4)
     raise _unsupported(path, f"compressed-tensors in the format {form}")
 
 
@@ -213,9 +219,83 @@ class QuantizedWeight:
         return [*shape[:-2], shape[-1], shape[-2]] if self.is_transposed else shape
 
     @property
-    def is_float8(self) -> bool:
-        """Return whether it is a matrix in float8, which kernels may multiply as it is."""
-        return len(self.block) == 2 and dtype_of(self.codes) == _FLOAT8
+    def kept_type(self) -> torch.dtype | None:
+        """Return the type that its codes may stay in, see `workers.kernels.block_scaled.BlockScaled`; None if none."""
+        import torch
+
+        if len(self.block) != 2 or self.is_fp4:
+            return None
+        if isinstance(self.codes, PackedCodes):
+            return {8: torch.int8, 4: torch.uint8}.get(self.codes.bits)
+        return {"I8": torch.int8, _FLOAT8: torch.float8_e4m3fn}.get(dtype_of(self.codes))
+
+    def block_of(self, columns: slice) -> int | None:
+        """Return the columns of the blocks of a matrix's part; None if it cannot be kept in its bits."""
+        import torch
+
+        from workers.kernels.block_scaled import PACKED, UNIT, tile_columns
+
+        width, (num_inputs, block) = columns.stop - columns.start, self.columns
+        is_cut = is_mixed = False
+        if block == num_inputs:
+            block = width
+        else:
+            is_cut = columns.start % block > 0
+            order_I = torch.arange(num_inputs) // block
+            is_mixed = self.group_I is not None and not torch.equal(self.group_I[:].long(), order_I)
+        is_odd = self.kept_type == PACKED and width % UNIT > 0
+        return None if is_cut or is_mixed or is_odd or tile_columns(block) is None else block
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """The columns of a matrix, and those that share a scale."""
+        return self.get_shape()[1], self.block[0 if self.is_transposed else 1]
+
+    @property
+    def _scale_type(self) -> torch.dtype:
+        import torch
+
+        own = {"F16": torch.float16, "BF16": torch.bfloat16}.get(dtype_of(self.scale), torch.float32)
+        return torch.float32 if self.kept_type == torch.float8_e4m3fn else own
+
+    @property
+    def bytes_in_bits(self) -> float:
+        """Return the bytes per weight, with its share of scales and zero points, of what `in_bits` returns."""
+        bits = self.codes.bits if isinstance(self.codes, PackedCodes) else 8
+        return bits / 8 + (self._scale_type.itemsize + 2 * (self.zero is not None)) / self.columns[1]
+
+    def in_bits(self, rows: slice, columns: slice, block: int, device: torch.device, dtype: torch.dtype) -> BlockScaled:
+        """Return a matrix's part for products in `dtype`. block: what `block_of` returned."""
+        import torch
+
+        from workers.kernels.block_scaled import PACKED, BlockScaled, packed
+
+        kind, num_rows = self.kept_type, rows.stop - rows.start
+        lowest = {PACKED: -8, torch.int8: -128}[kind] if isinstance(self.codes, PackedCodes) else 0
+
+        def values(rows: slice) -> Tensor:
+            codes = self.codes[(columns, rows) if self.is_transposed else (rows, columns)]
+            codes = codes.t() if self.is_transposed else codes
+            return packed(codes + lowest) if kind == PACKED else (codes + lowest if lowest else codes).to(kind)
+
+        pieces = [slice(first, min(first + _ROWS, rows.stop)) for first in range(rows.start, rows.stop, _ROWS)]
+        values_OI = torch.cat([values(piece).to(device).view(torch.uint8) for piece in pieces]).view(kind)
+        is_one = self.columns[0] == self.columns[1]
+        blocks = slice(0, 1) if is_one else slice(columns.start // block, -(-columns.stop // block))
+        # As if a block were a column.
+        by_block = replace(self, group_I=None, block=(1, self.block[1]) if self.is_transposed else (self.block[0], 1))
+        spans = (blocks, rows) if self.is_transposed else (rows, blocks)
+
+        def of_blocks(x: Tensor, own: torch.dtype) -> Tensor:
+            x_BO = x.reshape(1, 1) if x.dim() < 2 else x if self.is_transposed else x.t()
+            return x_BO.expand(blocks.stop - blocks.start, num_rows).to(own).contiguous()
+
+        scale_BO = of_blocks(by_block.scales(spans, device), self._scale_type)
+        if self.zero is None:
+            assert self.offset + lowest == 0
+            return BlockScaled(values_OI, scale_BO, None, block, dtype)
+        zero_BO = of_blocks(by_block._spread(self.zero, spans, device) + (self.offset + lowest), torch.int16)
+        return BlockScaled(values_OI, scale_BO, zero_BO, block, dtype)
 
     def __getitem__(self, spans: Sequence[slice]) -> Tensor:
         """Return these values in float32."""

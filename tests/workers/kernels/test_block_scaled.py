@@ -13,7 +13,18 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed: nothing was shown about its kernels")
 
 from workers.kernels import fused, reference
-from workers.kernels.block_scaled import SPLIT_ROWS, BlockScaled, num_splits, stacked, tile_columns
+from workers.kernels.block_scaled import (
+    KEPT_TYPES,
+    PACKED,
+    SPLIT_ROWS,
+    BlockScaled,
+    num_splits,
+    packed,
+    reordered,
+    stacked,
+    tile_columns,
+    unpacked,
+)
 from workers.kernels.interpreted import is_interpreted
 from workers.kernels.linear import Linear
 from workers.kernels.select import Kernels
@@ -27,11 +38,21 @@ TOLERANCE = {torch.bfloat16: 2**-8, torch.float16: 2**-10}
 """Half a unit in the last place of the largest output, and what the order of summation changes."""
 
 
-def scaled(num_outputs: int, num_inputs: int, dtype: torch.dtype, *, block: int = 128, seed: int = 0) -> BlockScaled:
+def scaled(
+    num_outputs: int, num_inputs: int, dtype: torch.dtype, *, block: int = 128, seed: int = 0, kind: str = "float8"
+) -> BlockScaled:
+    """Return a random weight. kind: of its values; in 4 bits it has whole units of columns."""
     generator = torch.Generator().manual_seed(seed)
     values = 100 * torch.randn(num_outputs, num_inputs, generator=generator)
     scale = 1e-3 * torch.rand(-(-num_inputs // block), num_outputs, generator=generator)
-    return BlockScaled(values.clamp(-448, 448).to(torch.float8_e4m3fn).to(DEVICE), scale.to(DEVICE), block, dtype)
+    if kind == "float8":
+        stored = values.clamp(-448, 448).to(torch.float8_e4m3fn).to(DEVICE)
+        return BlockScaled(stored, scale.to(DEVICE), None, block, dtype)
+    few = kind == "4 bits"
+    integers = values.div(15 if few else 1).round().clamp(*((-8, 7) if few else (-128, 127))).to(torch.int8)
+    zero = torch.randint(-9, 9, scale.shape, generator=generator).to(torch.int16)
+    stored = packed(integers) if few else integers
+    return BlockScaled(stored.to(DEVICE), scale.to(dtype).to(DEVICE), zero.to(DEVICE), block, dtype)
 
 
 def rows(num_rows: int, num_inputs: int, dtype: torch.dtype) -> Tensor:
@@ -47,7 +68,7 @@ def test_every_float8_value_is_rounded_as_when_it_is_dequantized(dtype: torch.dt
     values_I = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn)  # without NaN
     values_OI = values_I.view(torch.uint8).expand(70, -1).contiguous().view(torch.float8_e4m3fn)
     scale_BO = torch.rand(2, 70, generator=torch.Generator().manual_seed(0)) * torch.logspace(-9, 2, 70)
-    weight = BlockScaled(values_OI.to(DEVICE), scale_BO.to(DEVICE), 128, dtype)
+    weight = BlockScaled(values_OI.to(DEVICE), scale_BO.to(DEVICE), None, 128, dtype)
     identity = torch.eye(len(values_I), dtype=dtype, device=DEVICE)
     exact = (values_OI.float() * scale_BO.t().repeat_interleave(128, 1)[:, : len(values_I)]).to(dtype)
     assert torch.equal(weight.dequantized().cpu(), exact)
@@ -62,18 +83,20 @@ SHAPES = [(64, 128, 128), (1, 32, 32), (130, 200, 128), (97, 90, 64), (65, 384, 
 
 @both
 @pytest.mark.parametrize(
-    ("dtype", "num_rows", "num_outputs", "num_inputs", "block"),
+    ("dtype", "num_rows", "num_outputs", "num_inputs", "block", "kind"),
     [
-        pytest.param(dtype, num_rows, *shape, marks=[pytest.mark.slow] if shape[1] > 2000 else [])
+        pytest.param(dtype, num_rows, *shape, kind, marks=[pytest.mark.slow] if shape[1] > 2000 else [])
         for (i, num_rows), (k, shape) in product(enumerate(ROWS), enumerate(SHAPES))
         for dtype in ((torch.bfloat16, torch.float16)[(i + k) % 2],)  # each with every number of rows and every shape
+        for kind in ("float8", *((("int8", "4 bits")[(i + k // 2) % 2],) if shape[1] < 2000 else ()))
     ],
 )
 def test_a_product_equals_that_with_the_dequantized_weight(
-    kernels: Kernels, dtype: torch.dtype, num_rows: int, num_outputs: int, num_inputs: int, block: int
+    kernels: Kernels, dtype: torch.dtype, num_rows: int, num_outputs: int, num_inputs: int, block: int, kind: str
 ) -> None:
     """Blocks and tiles end outside of the weight; the last two shapes are split."""
-    weight = scaled(num_outputs, num_inputs, dtype, block=block)
+    num_inputs = num_inputs // 32 * 32 if kind == "4 bits" else num_inputs
+    weight = scaled(num_outputs, num_inputs, dtype, block=block, kind=kind)
     x = rows(num_rows, 2 * num_inputs + 8, dtype)
     bias = rows(1, num_outputs, dtype)[0]
     for part, added in ((x[:, :num_inputs], None), (x[:, 8 : 8 + 2 * num_inputs : 2], bias)):
@@ -109,13 +132,25 @@ def test_a_tile_never_crosses_blocks(block: int, columns: int | None) -> None:
     assert tile_columns(block) == columns
 
 
+def test_every_integer_has_its_own_4_bits() -> None:
+    values = torch.randint(-8, 8, (5, 192), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    assert packed(values).shape == (5, 96) and torch.equal(unpacked(packed(values)), values)
+    assert packed(torch.arange(-8, 8).repeat(2)[None]).tolist() == [[17 * code for code in range(16)]]
+    weight = BlockScaled(packed(values), torch.full((2, 5), 0.5), torch.full((2, 5), 3), 128, torch.float32)
+    assert weight.shape == (5, 192) and torch.equal(weight.dequantized(), (values.float() - 3) / 2)
+
+
 @both
-def test_stacked_parts_are_one_weight(kernels: Kernels) -> None:
-    parts = [scaled(count, 200, torch.bfloat16, seed=count) for count in (48, 16, 17)]
-    whole, x = stacked(parts), rows(5, 200, torch.bfloat16)
-    assert isinstance(whole, BlockScaled) and whole.shape == (81, 200)
+@pytest.mark.parametrize("kind", ["float8", "int8", "4 bits"])
+def test_stacked_parts_are_one_weight(kernels: Kernels, kind: str) -> None:
+    width = 192 if kind == "4 bits" else 200
+    parts = [scaled(count, width, torch.bfloat16, seed=count, kind=kind) for count in (48, 16, 17)]
+    whole, x = stacked(parts), rows(5, width, torch.bfloat16)
+    assert isinstance(whole, BlockScaled) and whole.shape == (81, width)
     apart = torch.cat([part.dequantized() for part in parts])
     assert torch.equal(whole.dequantized(), apart)
+    other = reordered(whole, torch.arange(81, device=DEVICE).flip(0))
+    assert isinstance(other, BlockScaled) and torch.equal(other.dequantized(), apart.flip(0))
     expected = torch.cat([kernels.block_scaled_linear(x, part, None) for part in parts], dim=1)
     torch.testing.assert_close(kernels.block_scaled_linear(x, whole, None), expected, atol=0.02, rtol=2**-7)
 
@@ -125,6 +160,7 @@ def test_parts_of_several_kinds_are_dequantized() -> None:
     others: Sequence[Tensor | BlockScaled] = (
         torch.ones(3, 200, dtype=torch.bfloat16, device=DEVICE),
         scaled(48, 200, torch.bfloat16, block=64),
+        scaled(48, 200, torch.bfloat16, kind="int8"),
     )
     for other in others:
         whole = stacked([one, other])
@@ -136,5 +172,6 @@ def test_only_half_precision_on_a_device_that_converts_float8_keeps_it(monkeypat
     device = torch.device("cuda")
     for capability, is_kept in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert fused.keeps_float8(torch.bfloat16, device) == fused.keeps_float8(torch.float16, device) == is_kept
-        assert not fused.keeps_float8(torch.float32, device) and not reference.keeps_float8(torch.bfloat16, device)
+        expected = KEPT_TYPES if is_kept else {torch.int8, PACKED}
+        assert fused.kept_types(torch.bfloat16, device) == fused.kept_types(torch.float16, device) == expected
+        assert not fused.kept_types(torch.float32, device) and not reference.kept_types(torch.bfloat16, device)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.support import checkpoints
 from tests.workers.models.test_model_parity import Chunk, PagedRun, oracle, oracle_logits, random_tokens
-from workers.kernels.block_scaled import BlockScaled
+from workers.kernels.block_scaled import KEPT_TYPES, BlockScaled
 from workers.kernels.linear import Linear
 from workers.models import checkpoint
 from workers.models.checkpoint import Weights, split
@@ -128,8 +128,8 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.quantize_fp8(path, KEPT)
 
 
-def weights_of(path: Path, *, keeps_float8: bool = True) -> Weights:
-    return Weights(path, torch.bfloat16, keeps_float8=keeps_float8)
+def weights_of(path: Path) -> Weights:
+    return Weights(path, torch.bfloat16, kept=KEPT_TYPES)
 
 
 @pytest.mark.parametrize(("dim", "size"), [(None, 1), (0, 2), (1, 2), (0, 3), (1, 3), (1, 7)])
@@ -154,7 +154,7 @@ def test_columns_cut_inside_a_block_are_dequantized_and_told_once(kept: Path, ca
             for rank in range(2):
                 weights.matrix(f"model.layers.{layer}.mlp.down_proj.weight", 1, rank, 2)
     [message] = [record.getMessage() for record in caplog.records if "dequantized" in record.getMessage()]
-    assert "model.layers.0.mlp.down_proj.weight is dequantized: blocks of 32 columns are cut" in message
+    assert "model.layers.0.mlp.down_proj.weight is dequantized: its blocks of columns are cut" in message
 
 
 def test_narrow_blocks_and_other_tensors_are_not_kept(folders: tuple[Path, Path]) -> None:
@@ -176,8 +176,8 @@ def test_a_decoder_in_8_bits_gives_the_tokens_of_the_dequantized_one(kept: Path)
     fused = pytest.importorskip("workers.kernels.fused")
     spec, made = read_spec(kept), []
     runtime = Runtime(dtype=torch.bfloat16, kernels=fused)
-    for has_float8 in (True, False):
-        made.append(Decoder(RankWeights(kept, runtime, has_float8=has_float8), spec))
+    for keeps_bits in (True, False):
+        made.append(Decoder(RankWeights(kept, runtime, keeps_bits=keeps_bits), spec))
     assert all(isinstance(linear.weight, BlockScaled) for linear in linears(made[0]))
     assert not any(isinstance(linear.weight, BlockScaled) for linear in linears(made[1]))
     tokens = [random_tokens(12), random_tokens(12)]

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import checkpoints
 from tests.support.attention_cases import paths_of
-from workers.kernels.block_scaled import BlockScaled, reordered
+from workers.kernels.block_scaled import KEPT_TYPES, BlockScaled, reordered
 from workers.kernels.select import TORCH
 from workers.kv_cache import KVPool
 from workers.models.base import BaseDecoder
@@ -236,7 +236,7 @@ def test_fp8_blocks_of_a_hybrid_are_read_by_section_and_head(tmp_path: Path) -> 
     tokens = some_tokens(random.Random(9), 12)
     one, other = (Run(load_decoder(at, read_spec(at))).forward([[]], [tokens])[0] for at in (path, tmp_path / "whole"))
     assert_close(one, other)
-    weights = Weights(path, torch.bfloat16, keeps_float8=True)
+    weights = Weights(path, torch.bfloat16, kept=KEPT_TYPES)
     name = "model.layers.0.linear_attn.in_proj_qkv.weight"
     part = weights.matrix(name, 0, 1, 2, section=(64, 192))
     assert isinstance(part, BlockScaled)

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.support import checkpoints, quantized
 from tests.workers.models.test_model_parity import Chunk, PagedRun, oracle, oracle_logits, random_tokens
-from workers.kernels.block_scaled import BlockScaled
+from workers.kernels.block_scaled import KEPT_TYPES, BlockScaled
+from workers.models import quantization
 from workers.models.checkpoint import Weights
-from workers.models.layers import RankWeights, Runtime, TensorParallel
+from workers.models.layers import Runtime, TensorParallel
 from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 
@@ -89,17 +90,37 @@ def test_gpt_oss_s_experts_are_those_that_transformers_unpacks(tmp_path: Path) -
         load_decoder(path, read_spec(path), Runtime(tp=TensorParallel(rank, 2)))
 
 
-@pytest.mark.parametrize("form", [form for form in quantized.FORMS if "FP8" in form])
-def test_float8_stays_in_8_bits_where_a_kernel_multiplies_it(tmp_path: Path, form: str) -> None:
-    fused = pytest.importorskip("workers.kernels.fused")
+KEPT = [form for form in quantized.FORMS if "FP4" not in form and "order" not in form]
+
+
+@pytest.mark.parametrize("form", KEPT)
+def test_weights_stay_in_their_bits_where_a_kernel_multiplies_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.setattr(quantization, "_ROWS", 7)
     path = checkpoints.write_model(tmp_path, "llama", **BLOCKS_OF_32)
     plain = quantized.quantize(path, form)
-    weights = RankWeights(path, Runtime(dtype=torch.bfloat16, kernels=fused))
+    weights = Weights(path, torch.bfloat16, kept=KEPT_TYPES)
+    bits = 4 if "W4" in form or form in ("AWQ", "GPTQ") else 8
+    for name in ("model.layers.0.mlp.down_proj.weight", "model.layers.1.self_attn.k_proj.weight"):
+        for rank in range(2):
+            for dim in (0, 1):
+                part = weights.matrix(name, dim, rank, 2)
+                assert isinstance(part, BlockScaled) and part.is_packed == (bits == 4)
+                assert torch.equal(part.dequantized(), plain[name].chunk(2, dim)[rank].bfloat16())
+                held = [part.values_OI, part.scale_BO, *([] if part.zero_BO is None else [part.zero_BO])]
+                stored = weights.kept(name)
+                assert stored is not None
+                if stored.columns[0] != stored.columns[1]:
+                    assert sum(x.nbytes for x in held) == stored.bytes_in_bits * part.shape.numel()
+
+
+def test_groups_of_mixed_columns_are_dequantized(tmp_path: Path) -> None:
+    path = checkpoints.write_model(tmp_path, "llama", **BLOCKS_OF_32)
+    plain = quantized.quantize(path, "compressed-tensors W4A16, activation order")
     name = "model.layers.0.mlp.down_proj.weight"
-    for rank in range(2):
-        part = weights.matrix(name, 1, rank, 2)
-        assert isinstance(part, BlockScaled)
-        assert torch.equal(part.dequantized(), plain[name][:, 64 * rank : 64 * (rank + 1)].bfloat16())
+    found = Weights(path, torch.bfloat16, kept=KEPT_TYPES).matrix(name)
+    assert isinstance(found, torch.Tensor) and torch.equal(found, plain[name].bfloat16())
 
 
 def test_modelopt_s_own_file_is_read_and_scales_of_its_cache_are_not(
