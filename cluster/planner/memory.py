@@ -27,13 +27,13 @@ _REPLICATED = (
     "fc.weight",
     "input_proj.weight",
     "eh_proj.weight",
-    "q_a_proj.weight",
-    "kv_a_proj_with_mqa.weight",
     "markov_w1.weight",
     "markov_head.gate_proj.weight",
 )
-"""Matrices that every rank holds whole, see `workers.models.decoder`, `latent`, `eagle3_format`,
-`drafter.proposers.eagle` and `block`."""
+"""Matrices that every rank holds whole, see `workers.models.decoder`, `eagle3_format`, `drafter.proposers.eagle` and
+`block`."""
+_LATENTS = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+"""Those of latent attention, which alone of them may stay in 8 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ def model_shard(
         items = share = math.prod(shape)
         if name.endswith(("k_proj.weight", "v_proj.weight")):
             share = items // min(ranks, spec.num_kv_heads)
-        elif len(shape) > 1 and not name.endswith(_REPLICATED):
+        elif len(shape) > 1 and not name.endswith((*_REPLICATED, *_LATENTS)):
             share = items // ranks
         held += share
         saved += share * (item - (sizes or {}).get(name, item))
@@ -185,8 +185,9 @@ def sizes_in_bits(config: EngineConfig, folder: str, spec: DraftSpec, ranks: int
             and any(num_inputs * rank // ranks % block for rank in range(ranks))
         )
 
-    kinds = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")
-    names = [name for name in columns if name.endswith(kinds) and not name.endswith(_REPLICATED)]
+    kinds = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight", *_LATENTS)
+    others = (*_REPLICATED, "kv_b_proj.weight")
+    names = [name for name in columns if name.endswith(kinds) and not name.endswith(others)]
     return {name: columns[name][2] for name in names if tile_columns(columns[name][1]) is not None and not is_cut(name)}
 
 
