@@ -50,7 +50,7 @@ quick: $(VENV)/.installed-test ## the tests that start no engine and no process 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 parity: $(VENV)/.installed-test ## the full matrix of comparisons on real engines (long)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full $(addprefix tests/end_to_end/test_, parity.py constraints_engine.py engine_laws.py preemption.py mixed_batch.py simulated_cuda.py captured_classes.py json_schemas.py batch_jobs.py fp8_kv_engine.py prefix_engine.py grammar_engine.py) tests/secateur/test_batch_service.py tests/verifier/test_prefix_cache.py tests/drafter/tree/test_device_growth.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full $(addprefix tests/end_to_end/test_, parity.py constraints_engine.py engine_laws.py preemption.py mixed_batch.py simulated_cuda.py captured_classes.py json_schemas.py batch_jobs.py fp8_kv_engine.py prefix_engine.py grammar_engine.py smollm2.py methods.py speculative_trees.py http_engine.py) tests/cluster/engine/test_local_engine.py tests/secateur/test_batch_service.py tests/verifier/test_prefix_cache.py $(addprefix tests/drafter/tree/test_, device_growth.py tree_graphs.py sampled_growth.py) tests/workers/sampling/test_logits_processors.py
 
 mutants: $(VENV)/.installed-mutants ## plant small faults one by one, show those that no quick test notices (MODULES=...; under an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants.run --jobs $$((2 * $(JOBS))) $(MODULES)  # the front's tests wait as much as they compute

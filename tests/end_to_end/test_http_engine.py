@@ -115,25 +115,31 @@ def test_a_request_whose_bad_words_leave_no_token_is_still_answered(client: Clie
     assert complete(client, temperature=0).text  # and the engine lives
 
 
-@pytest.mark.parametrize("how", [OFF, DRAFTED, REJECTION, None], ids=["off", "coupled", "rejection", "auto"])
+HOWS = {"off": OFF, "coupled": DRAFTED, "rejection": REJECTION, "auto": None}
+AT_THE_LIMITS: list[dict[str, Any]] = [
+    {"top_k": 2**31},
+    {"top_k": 1, "temperature": 1e6},
+    {"temperature": 1e6, "bad_words": ["return"]},
+    {"temperature": 1e-5},
+    {"top_p": 1e-300, "min_p": 1e-300},
+    {"min_p": 1.0},
+    {"seed": 2**63 - 1},
+    {"seed": -(2**63)},
+    {"repetition_penalty": 100.0, "presence_penalty": 2.0, "frequency_penalty": -2.0},
+    {"repetition_penalty": 0.01, "temperature": 1e6},
+    {"logit_bias": {str(id): 100.0 for id in range(1024)}},
+    {"stop_token_ids": list(range(1024)), "min_tokens": 12},
+    {"allowed_token_ids": list(range(1, 2048))},
+]
+
+
 @pytest.mark.parametrize(
-    "asked",
+    ("asked", "how"),
     [
-        {"top_k": 2**31},
-        {"top_k": 1, "temperature": 1e6},
-        {"temperature": 1e6, "bad_words": ["return"]},
-        {"temperature": 1e-5},
-        {"top_p": 1e-300, "min_p": 1e-300},
-        {"min_p": 1.0},
-        {"seed": 2**63 - 1},
-        {"seed": -(2**63)},
-        {"repetition_penalty": 100.0, "presence_penalty": 2.0, "frequency_penalty": -2.0},
-        {"repetition_penalty": 0.01, "temperature": 1e6},
-        {"logit_bias": {str(id): 100.0 for id in range(1024)}},
-        {"stop_token_ids": list(range(1024)), "min_tokens": 12},
-        {"allowed_token_ids": list(range(1, 2048))},
+        pytest.param(asked, how, id=f"{'+'.join(asked)}-{name}", marks=[pytest.mark.full] if (row + column) % 2 else [])
+        for row, asked in enumerate(AT_THE_LIMITS)
+        for column, (name, how) in enumerate(HOWS.items())
     ],
-    ids="+".join,
 )
 def test_requests_at_the_limits_are_answered(
     client: Client, tokenizer: Tokenizer, how: dict[str, Any] | None, asked: dict[str, Any]

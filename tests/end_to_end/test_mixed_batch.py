@@ -42,7 +42,7 @@ ENGINES = {
 }
 
 
-FEW = ("dynamic", "n-gram", "dynamic, TP 2")
+FEW = ("n-gram", "dynamic, TP 2")
 
 
 @pytest.mark.parametrize(

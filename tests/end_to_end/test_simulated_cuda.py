@@ -391,7 +391,7 @@ def test_a_steps_tokens_are_sent_while_the_next_step_is_computed(
 @pytest.mark.parametrize(
     ("method", "tree", "options"),
     [
-        ("eagle3", DYNAMIC, {}),
+        pytest.param("eagle3", DYNAMIC, {}, marks=pytest.mark.full),
         ("draft_model", AUTO, {}),
         ("draft_model", DYNAMIC, {"enforce_eager": True}),
         ("eagle3", CHAIN, {"kernels": "torch"}),

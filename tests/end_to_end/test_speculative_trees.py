@@ -35,7 +35,22 @@ HOW: dict[str, dict[str, Any] | None] = {
 }
 
 
-@pytest.fixture(scope="module", params=SERVICES)
+ASKED = [("auto", 0), *((how, 1.0) for how in HOW)]
+BRIEF = {
+    "one process each": HOW.keys(),
+    "two ranks each": {"thresholds", "rejection"},
+    "draft model": {"auto", "target only"},
+    "n-grams": {"off", "rejection"},
+}
+CELLS = [
+    pytest.param(service, how, temperature, marks=[] if how in brief else pytest.mark.full)
+    for service, brief in BRIEF.items()
+    for how, temperature in ASKED
+]
+"""Every service with each way to speculate; without `--full` the first one has all, and the others have each once."""
+
+
+@pytest.fixture(scope="module")
 def client(request: pytest.FixtureRequest) -> Iterator[Client]:
     args = EngineArgs.load({"port": 0, "device": "cpu", "max_num_seqs": 4, **SERVICES[request.param]})
     with local_service(args) as url, Client(url) as client:
@@ -51,7 +66,7 @@ def count(trees: list[SpeculativeTree], *statuses: str) -> int:
     return sum(node.status in statuses for tree in trees for node in tree.nodes)
 
 
-@pytest.mark.parametrize(("how", "temperature"), [("auto", 0), *((how, 1.0) for how in HOW)])
+@pytest.mark.parametrize(("client", "how", "temperature"), CELLS, indirect=["client"])
 def test_trees_agree_with_the_statistics_and_change_no_answer(client: Client, how: str, temperature: float) -> None:
     plain = ask(client, how, temperature=temperature)
     seen = ask(client, how, temperature=temperature, return_speculative_trees=True)

@@ -129,7 +129,7 @@ def test_a_dead_or_hung_rank_stops_all_and_is_named(config: EngineConfig, killed
 
 
 @needs_models
-@pytest.mark.parametrize("has_standby", [True, False])
+@pytest.mark.parametrize("has_standby", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_lost_engine_is_replaced_and_changes_no_token(config: EngineConfig, has_standby: bool) -> None:
     async def main() -> list[int]:
         engine = LocalEngine(replace(config, standby=has_standby, hang_timeout_s=HANG_S), restarts=True)

@@ -22,7 +22,7 @@ CHECKS = (
     "response_headers_conformance",
     "response_schema_conformance",
 )
-BOUNDED_S, FULL_S = 10, 600
+BOUNDED_S, FULL_S = 6, 600
 
 
 def fuzz(running: FakeService, folder: Path, seconds: int, *options: str) -> None:

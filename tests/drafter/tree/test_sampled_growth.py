@@ -87,6 +87,9 @@ def grow_all(
     )  # fmt: skip
 
 
+SETTINGS = [{}, {"is_hybrid": True}, {"min_prob": 0.4, "path_prob": 0.1}, {"auto": True}]
+
+
 def emitted(rule: Rule, policy: TreePolicy, count: int, length: int, **settings: object) -> list[Path]:
     """Return the first `length` tokens of `count` requests with different seeds, by the real functions."""
     tokens: list[Path] = [()] * count
@@ -109,9 +112,13 @@ def emitted(rule: Rule, policy: TreePolicy, count: int, length: int, **settings:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [Rule.TRAVERSAL, Rule.RECURSIVE])
-@pytest.mark.parametrize("settings", [{}, {"is_hybrid": True}, {"min_prob": 0.4, "path_prob": 0.1}, {"auto": True}])
-@pytest.mark.parametrize("policy", SHAPES)
+@pytest.mark.parametrize(
+    ("policy", "settings", "rule"),
+    [
+        pytest.param(*cell, marks=[pytest.mark.full] if (place + place // 2 + place // 8) % 2 else [])
+        for place, cell in enumerate(itertools.product(SHAPES, SETTINGS, [Rule.TRAVERSAL, Rule.RECURSIVE]))
+    ],
+)
 def test_grown_and_verified_tokens_follow_the_targets_law(rule, settings, policy):
     length, count = 2, 1200
     outcomes = emitted(rule, SHAPES[policy], count, length, **settings)

@@ -175,7 +175,7 @@ def test_trees_over_a_vocabulary_of_another_size_equal_those_grown_level_by_leve
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU in gpu/")
-@pytest.mark.parametrize("window", [3, 9])
+@pytest.mark.parametrize("window", [3, pytest.param(9, marks=pytest.mark.full)])
 def test_trees_of_a_head_with_a_window_equal_those_grown_level_by_level(tmp_path: Path, window: int) -> None:
     """A window of 3 is smaller than the depth of a tree."""
     head = shutil.copytree(BUNDLED / "eagle3", tmp_path / "head")
