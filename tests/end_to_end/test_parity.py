@@ -26,16 +26,16 @@ SEEDED = [
 """Beyond top-p: plain temperature (which the shards decide alone under TP), a seed of 64 bits, top-k with min-p."""
 
 ENGINES = {
+    "dynamic tree": bundled(DYNAMIC),
     "no speculation": bundled(),
     "chain": bundled(CHAIN),
     "static tree": bundled(STATIC),
-    "dynamic tree": bundled(DYNAMIC),
     "dynamic tree of a draft model": bundled(DYNAMIC, method="draft_model"),
-    "dynamic tree, TP 2": bundled(DYNAMIC, tp=2),
     "dynamic tree of a draft model, TP 2, draft TP 2": bundled(DYNAMIC, method="draft_model", tp=2, draft_tp=2),
 }
 ALONE = [ENGINES["no speculation"], ENGINES["dynamic tree"], ENGINES["dynamic tree of a draft model"]]
 MORE_OF_A_KIND = {
+    "dynamic tree, TP 2": bundled(DYNAMIC, tp=2),
     "no speculation, TP 2": bundled(tp=2),
     "chain, TP 2": bundled(CHAIN, tp=2),
     "static tree, TP 2": bundled(STATIC, tp=2),
@@ -47,6 +47,8 @@ MORE_OF_A_KIND = {
 
 PARAMS = [pytest.param(config, id=name) for name, config in ENGINES.items()]
 PARAMS += [pytest.param(config, id=name, marks=pytest.mark.full) for name, config in MORE_OF_A_KIND.items()]
+DYNAMIC_TREE = PARAMS[:1]
+"""Of the engines the first, which this module's tests can share then."""
 
 
 @pytest.fixture(scope="module", params=PARAMS)
@@ -106,8 +108,9 @@ def test_seeded_tokens_do_not_depend_on_speculation_or_neighbours(
     assert [answer.tokens for answer in answers] == seeded_truth
 
 
+@pytest.mark.parametrize("runner", DYNAMIC_TREE, indirect=True)
 def test_seeded_tokens_do_not_depend_on_the_request_s_own_speculation(
-    some_prompts: list[list[int]], seeded_truth: list[list[int]]
+    runner: Runner, some_prompts: list[list[int]], seeded_truth: list[list[int]]
 ) -> None:
     """One batch in which every request has other speculative settings."""
     settings = [
@@ -120,5 +123,4 @@ def test_seeded_tokens_do_not_depend_on_the_request_s_own_speculation(
         Speculation(num_speculative_tokens=9, rules={"min_prob": 0.2, "path_prob": 0.05}),
     ]
     jobs = [replace(job, speculation=settings[i % len(settings)]) for i, job in enumerate(seeded_jobs(some_prompts))]
-    with Runner(bundled(DYNAMIC)) as running:
-        assert [answer.tokens for answer in running.run(jobs, concurrency=8)] == seeded_truth
+    assert [answer.tokens for answer in runner.run(jobs, concurrency=8)] == seeded_truth
