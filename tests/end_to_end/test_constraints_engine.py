@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -42,10 +43,10 @@ KINDS = [
     "presence", "frequency", "repetition", "bias", "bad words", "allowed ids", "min tokens", "all", "unconstrained"
 ]  # fmt: skip
 ENGINES: dict[str, Callable[[], EngineConfig]] = {
+    "dynamic tree": lambda: bundled(DYNAMIC, eos_token_ids=ends()),
     "no speculation": lambda: bundled(eos_token_ids=ends()),
     "chain": lambda: bundled(CHAIN, eos_token_ids=ends()),
     "static tree": lambda: bundled(STATIC, eos_token_ids=ends()),
-    "dynamic tree": lambda: bundled(DYNAMIC, eos_token_ids=ends()),
     "dynamic tree of a draft model": lambda: bundled(DYNAMIC, method="draft_model", eos_token_ids=ends()),
     "dynamic tree, TP 2": lambda: bundled(DYNAMIC, tp=2, eos_token_ids=ends()),
 }
@@ -140,19 +141,17 @@ def plain(model: torch.nn.Module, job: GenerationJob) -> list[int]:
     return list(output)
 
 
-FEW = ("dynamic tree", "dynamic tree, TP 2")
+FEW = {*product(["dynamic tree"], SAMPLINGS), ("dynamic tree, TP 2", "sampled")}
+CELLS = [pytest.param(*cell, marks=[] if cell in FEW else pytest.mark.full) for cell in product(ENGINES, SAMPLINGS)]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=[] if name in FEW else pytest.mark.full) for name in ENGINES],
-)
+@pytest.fixture(scope="module")
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     with Runner(ENGINES[request.param]()) as running:
         yield running
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(("runner", "sampling"), CELLS, indirect=["runner"])
 def test_constrained_tokens_equal_the_plain_loops(runner: Runner, sampling: str) -> None:
     answers = runner.run(jobs(sampling), concurrency=8)
     assert [answer.tokens for answer in answers] == truth(sampling)
@@ -161,18 +160,13 @@ def test_constrained_tokens_equal_the_plain_loops(runner: Runner, sampling: str)
             assert sum(a.stats.num_accepted_tokens for a in answers[i :: len(KINDS)]) > 0, f"{kind}: nothing accepted"
 
 
-@pytest.fixture(scope="module")
-def rejecting() -> Iterator[Runner]:
-    with Runner(bundled(DYNAMIC, eos_token_ids=ends())) as running:
-        yield running
-
-
 def under_rejection(sampling: str) -> list[GenerationJob]:
     return [replace(job, speculation=Speculation(acceptance="rejection")) for job in jobs(sampling)]
 
 
-def test_greedy_tokens_are_the_same_under_rejection(rejecting: Runner) -> None:
-    answers = rejecting.run(under_rejection("greedy"), concurrency=8)
+@pytest.mark.parametrize("runner", ["dynamic tree"], indirect=True)
+def test_greedy_tokens_are_the_same_under_rejection(runner: Runner) -> None:
+    answers = runner.run(under_rejection("greedy"), concurrency=8)
     assert [answer.tokens for answer in answers] == truth("greedy")
 
 
@@ -187,10 +181,11 @@ def test_every_kind_of_constraint_changes_the_output() -> None:
 
 
 @pytest.mark.slow
-def test_sampled_drafts_never_break_a_hard_constraint(rejecting: Runner) -> None:
+@pytest.mark.parametrize("runner", ["dynamic tree"], indirect=True)
+def test_sampled_drafts_never_break_a_hard_constraint(runner: Runner) -> None:
     """`rejection` guarantees the distribution, not the tokens; forbidden tokens must still never occur."""
     sampled = under_rejection("sampled")
-    for job, answer in zip(sampled, rejecting.run(sampled, concurrency=8), strict=True):
+    for job, answer in zip(sampled, runner.run(sampled, concurrency=8), strict=True):
         asked = job.sampling.constraints
         for end in range(1, len(answer.tokens) + 1):
             assert not any(answer.tokens[:end][-len(word) :] == word for word in asked.bad_words)
