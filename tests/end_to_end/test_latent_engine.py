@@ -16,7 +16,7 @@ from tests.end_to_end.test_hybrid_engine import METHODS, V, answers, config_of, 
 from tests.support import checkpoints
 from tests.support.engine_here import EngineHere
 from tests.support.engines import BUNDLED, GenerationJob, Runner
-from tests.workers.models.test_latent import YARN
+from tests.workers.models.test_latent import GLM, YARN
 from workers.comm.ipc import Submit
 from workers.sampling.grammar import grammar_text
 from workers.settings import Constraints, SamplingSettings
@@ -134,3 +134,12 @@ def test_a_grammar_is_followed_with_and_without_drafts(folder: Path, tmp_path: P
     assert told[0] == told[1]
     texts = [Tokenizer(str(path)).decode(tokens[:-1]) for tokens in told[0].values()]
     assert all(re.fullmatch(pattern, text) for text in texts)
+
+
+def test_a_glm_in_transformers_class_drafts_with_its_own_layer(tmp_path: Path) -> None:
+    checkpoints.add_mtp(checkpoints.write_model(tmp_path / "target", "glm4_moe", vocab_size=V, **GLM), "deepseek_v3")
+    told = []
+    for method in ("off", "mtp"):
+        with engine(tmp_path, method) as here:
+            told.append(answers(here, submits(1.0, 4)))
+    assert told[0] == told[1] and here.engine._stats.num_accepted_tokens > 5

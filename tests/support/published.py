@@ -175,6 +175,7 @@ HEADS = (
     Head("XiaomiMiMo/MiMo-7B-RL", "mtp", {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1,
                                           "model_type": "mimo"}),
     Head("Qwen/Qwen3.5-9B", "mtp", {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1}),
+    Head("zai-org/GLM-4.5-Air", "mtp", {"model_type": "glm4_moe", "num_nextn_predict_layers": 1, "head_dim": 128}),
     Head("meta-llama/Llama-3.1-8B-Instruct", "mtp", {"model_type": "llama"}, "natively support multi-token prediction"),
     Head("baidu/ERNIE-4.5-21B-A3B-PT", "mtp", {"model_type": "ernie4_5_moe", "num_nextn_predict_layers": 1},
          "prediction layers of a ernie4_5_moe model are not implemented"),

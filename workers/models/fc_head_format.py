@@ -7,7 +7,7 @@ The feature of a token is the target's last hidden state, after its final norm. 
                             is a layer with attention, its gates, norms and experts as in the target
     MTP, MiMo               model.mtp_layers.0.{input_proj, token_layernorm, hidden_layernorm, final_layernorm}, and
                             the names of a Qwen2 layer beside them; input_proj reads the feature first
-    MTP, DeepSeek-V3        model.layers.{L}.{eh_proj, enorm, hnorm, shared_head.norm} behind the L layers of the
+    MTP, DeepSeek-V3, GLM   model.layers.{L}.{eh_proj, enorm, hnorm, shared_head.norm} behind the L layers of the
                             model, and the names of one of those beside them; copies of the target's embed_tokens and,
                             as shared_head.head, of its lm_head
 Sources: SafeAILab's cnets1.py, vLLM's qwen3_next_mtp.py and mimo_mtp.py, transformers' MtpLayer.
@@ -21,7 +21,8 @@ from pathlib import Path
 from workers.models.config_json import read_config, read_json
 from workers.models.head_layers import INSTEAD_OF_MTP, check_eagle, check_mtp, check_target, head_layers
 from workers.models.hybrid_format import text_config
-from workers.models.specs import FcHeadSpec, ModelSpec
+from workers.models.latent_format import latent_moe_spec
+from workers.models.specs import FcHeadSpec, ModelSpec, TransformersSpec
 
 
 def read_eagle_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
@@ -74,10 +75,12 @@ def read_mtp_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
         )
     if text_config(raw).get("mtp_use_dedicated_embeddings"):
         raise ValueError(f"{path}: mtp_use_dedicated_embeddings is not implemented for method 'mtp'; {INSTEAD_OF_MTP}")
-    # Full attention even if the target's layers have windows, as in vLLM.
-    moe = replace(target.moe, dense_layers=()) if target.moe else None
-    layers = replace(target, num_layers=1, windows=(None,), delta=None, moe=moe)
-    if target.latent is not None:
+    if isinstance(target, TransformersSpec):
+        layers = _glm_layer(Path(path), target)
+    else:  # full attention even if the target's layers have windows, as in vLLM
+        moe = replace(target.moe, dense_layers=()) if target.moe else None
+        layers = replace(target, num_layers=1, windows=(None,), delta=None, moe=moe)
+    if target.latent is not None or isinstance(target, TransformersSpec):
         own = f"model.layers.{target.num_layers}."
         return FcHeadSpec(
             layers=layers,
@@ -116,4 +119,36 @@ def read_mtp_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
         layer_prefixes=("mtp.layers.0.",),
         first_layer_norm=True,
         final_norm="mtp.norm",
+    )
+
+
+def _glm_layer(path: Path, target: TransformersSpec) -> ModelSpec:
+    """Return the prediction layer of a GLM-4.5 to 4.7, whose other layers run in transformers' class."""
+    from transformers import AutoConfig
+
+    from workers.models.rope import rope_spec
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    moe = latent_moe_spec(config)
+    assert moe is not None
+    return ModelSpec(
+        family=target.family,
+        num_layers=1,
+        hidden_size=target.hidden_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        intermediate_size=moe.num_chosen * moe.inner_size + moe.shared_size,
+        vocab_size=target.vocab_size,
+        rms_norm_eps=target.rms_norm_eps,
+        qkv_bias=config.attention_bias,
+        qk_norm=config.use_qk_norm,
+        rope=rope_spec(config, is_partial=True),
+        moe=replace(moe, dense_layers=()),
+        expert_share=target.expert_share,
+        windows=(None,),
+        max_position_embeddings=target.max_position_embeddings,
+        max_scaled_positions=target.max_scaled_positions,
+        dtype=target.dtype,
+        eos_token_ids=target.eos_token_ids,
     )

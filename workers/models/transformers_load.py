@@ -83,6 +83,11 @@ class Shares:
         self.heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, tp if "colwise" in styles else SINGLE)
         """This rank's attention heads: all of them if the plan does not split attention."""
 
+    @property
+    def mtp_prefixes(self) -> tuple[str, ...]:
+        """Prefixes of the prediction layers that a drafter reads."""
+        return self._spec.mtp_prefixes if self._spec.num_mtp_layers else ()
+
     def style(self, name: str) -> str | None:
         """Return the plan's style of a module or parameter of the base model."""
         return self._plan.get(_generic(name))
@@ -190,7 +195,7 @@ def fill(model: Any, weights: RankWeights, shares: Shares, *, is_composite: bool
     Raises:
         ValueError: a tensor is missing, unknown or has another shape.
     """
-    sources, ignored = _sources(model, weights, is_composite=is_composite)
+    sources, ignored = _sources(model, weights, shares.mtp_prefixes, is_composite=is_composite)
     reader = _Reader(model, weights, sources, weights.dtype)
     base_prefix = f"{model.base_model_prefix}."
     head = model.get_output_embeddings()
@@ -222,7 +227,9 @@ def fill(model: Any, weights: RankWeights, shares: Shares, *, is_composite: bool
     weights.finish(allowed=ignored)
 
 
-def _sources(model: Any, weights: Weights, *, is_composite: bool) -> tuple[dict[str, StoredParts], set[str]]:
+def _sources(
+    model: Any, weights: Weights, mtp_prefixes: tuple[str, ...], *, is_composite: bool
+) -> tuple[dict[str, StoredParts], set[str]]:
     """Map parameter names to stored tensors by transformers' renaming rules; also return the ignored stored names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -240,7 +247,7 @@ def _sources(model: Any, weights: Weights, *, is_composite: bool) -> tuple[dict[
         )
         is_foreign = is_composite and name not in targets and "language_model" not in stored
         is_unread = name not in targets and any(re.search(rule, name) for rule in patterns)
-        if is_legacy(stored) or is_foreign or is_unread:
+        if is_legacy(stored) or is_foreign or is_unread or stored.startswith(mtp_prefixes):
             ignored.add(stored)
         else:
             found.setdefault(name, {}).setdefault(pattern, []).append(stored)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from workers.models.config_json import SUPPORTED_ARCHITECTURES, eos_ids, read_json
+from workers.models.head_layers import num_mtp_layers
 from workers.models.rope import reach
 from workers.models.specs import TransformersSpec
 
@@ -61,6 +62,8 @@ TESTED = frozenset(
 )
 """Model types whose logits tests/workers/models/test_architectures.py compares with transformers."""
 
+_WITH_MTP = {"glm4_moe"}
+"""Model types whose prediction layers drafters run (`workers.models.fc_head_format`). Their classes skip them."""
 _GENERATING = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 _HANDLED = {"sliding_window", "softcap", "s_aux", "position_ids", "cache_position"}
@@ -372,6 +375,7 @@ def _spec(config: Any, plan: dict[str, str], observed: _Observed, raw: dict[str,
     return TransformersSpec(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
+        num_mtp_layers=num_mtp_layers(raw) if config.model_type in _WITH_MTP else 0,
         hidden_size=config.hidden_size,
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,

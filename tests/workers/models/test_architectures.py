@@ -310,10 +310,9 @@ def test_code_from_a_checkpoint_is_never_run(
 
 
 def test_prediction_layers_that_the_class_skips_are_refused_as_such(tmp_path: Path) -> None:
-    """GLM-4.5's configuration does announce them."""
-    model_type, config = checkpoints.ARCHITECTURES["glm-4-moe"]
+    model_type, config = checkpoints.ARCHITECTURES["hy-v3"]
     path = checkpoints.write_model(tmp_path, model_type, **config, num_nextn_predict_layers=1)
-    with pytest.raises(ValueError, match=r"method 'mtp'.*prediction layers of a glm4_moe model are not implemented"):
+    with pytest.raises(ValueError, match=r"method 'mtp'.*prediction layers of a hy_v3 model are not implemented"):
         read_mtp_spec(path, read_spec(path))
 
 

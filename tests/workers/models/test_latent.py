@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -161,12 +162,35 @@ def test_sixteen_bits_are_near_the_exact_logits(path: Path) -> None:
     assert (one - other).abs().mean() < 0.1 * one.std()
 
 
-def test_the_prediction_layer_has_the_states_of_transformers(tmp_path: Path) -> None:
-    """It is a copy of the last layer here, so that layer of transformers' model stands for it."""
-    path = checkpoints.add_mtp(write(tmp_path), "deepseek_v3")
-    tokens, stored = torch.tensor([some_tokens(random.Random(7), 40)]), load_file(path / "model.safetensors")
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    own, num_rows = "model.layers.3.", tokens.shape[1] - 1
+GLM = {
+    **checkpoints.ARCHITECTURES["glm-4-moe"][1],
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_the_prediction_layer_has_the_states_of_transformers(tmp_path: Path, family: str) -> None:
+    """The last layer of another model of transformers has its tensors. GLM-4.5 has the layout, but no latents."""
+    config = GLM if family == "glm4_moe" else checkpoints.LATENT[family] | MODELS["deepseek-v3"][1]
+    path = checkpoints.add_mtp(checkpoints.write_model(tmp_path / "own", family, **config), "deepseek_v3")
+    own, last, stored = "model.layers.3.", "model.layers.2.", load_file(path / "model.safetensors")
+    names = [name for name in stored if name.startswith(own) and ("_proj" in name or "norm" in name)]
+    stored |= {name: stored[name].roll(1, 0) for name in names}  # add_mtp copied the last layer
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    other = shutil.copytree(path, tmp_path / "other")
+    moved = {name.replace(own, last): tensor for name, tensor in stored.items() if name.startswith(own)}
+    kept = {name: moved.get(name, tensor) for name, tensor in stored.items() if not name.startswith(own)}
+    save_file(kept, other / "model.safetensors", metadata={"format": "pt"})
+    model: Any
+    model, its_last = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        for folder in (path, other)
+    )
+    tokens = torch.tensor([some_tokens(random.Random(7), 40)])
+    num_rows = tokens.shape[1] - 1
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x, x.shape[-1:], stored[f"{own}{name}.weight"], 1e-6)
@@ -177,7 +201,7 @@ def test_the_prediction_layer_has_the_states_of_transformers(tmp_path: Path) -> 
         x = torch.cat(parts, dim=-1) @ stored[f"{own}eh_proj.weight"].T
         mask = torch.full((num_rows, num_rows), -torch.inf).triu(1)[None, None]
         rotation = model.model.rotary_emb(x, torch.arange(num_rows)[None])
-        out = model.model.layers[-1](x, attention_mask=mask, position_embeddings=rotation)
+        out = its_last.model.layers[-1](x, attention_mask=mask, position_embeddings=rotation)
         expected = norm(out, "shared_head.norm")[0]
 
     head = FcHead.load(read_mtp_spec(path, read_spec(path)), path, path)
