@@ -187,7 +187,7 @@ class CountTokensRequest(SamplingOptions):
         if self.thinking is not None and self.thinking.budget_tokens is not None:
             unread.append("thinking.budget_tokens")
         nested = {found for name in type(self).model_fields for found in _unknown(getattr(self, name), name)}
-        return sorted([*super().ignored(), *nested, *unread, *self.unread_parts])
+        return sorted([*({*super().ignored()} - _NEEDLESS), *nested, *unread, *self.unread_parts])
 
     def chat(self) -> dict[str, Any]:
         """Return the body of the chat that answers this request."""
@@ -300,7 +300,7 @@ def _unknown(value: Any, place: str) -> Iterator[str]:
         case MessagesTool(type=kind) if kind != "custom":
             return
         case Body():
-            yield from (f"{place}.{name}" for name in value.ignored() if name not in _NEEDLESS)
+            yield from (f"{place}.{name}" for name in {*value.ignored()} - _NEEDLESS)
             for name in value.model_fields_set & type(value).model_fields.keys():
                 yield from _unknown(getattr(value, name), f"{place}.{name}")
 

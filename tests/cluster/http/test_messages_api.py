@@ -292,6 +292,7 @@ def test_what_has_no_effect_is_named(http: httpx2.Client) -> None:
         "context_management": {"edits": []},
         "metadata": {"user_id": "a", "team": "b"},
         "service_tier": "auto",
+        "cache_control": {"type": "ephemeral"},
     }
     response = http.post(f"{PATH}?beta=true", json=body, headers={"anthropic-beta": "effort-2025-11-24"})
     assert response.raise_for_status().headers["x-secateur-ignored"].split(", ") == [
