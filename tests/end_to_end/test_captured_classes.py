@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from drafter.proposers.eagle import FcHead
 from tests.support import checkpoints
 from tests.support.attention_cases import CHAIN, TWO_BY_TWO, Batch
 from tests.workers.models.test_architectures import KNOWN
@@ -20,6 +21,7 @@ from tests.support.simulated_cuda import simulated_cuda
 from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.cuda_graphs import decoder_graphs
 from workers.kernels.select import kernels_for
+from workers.models.fc_head_format import read_mtp_spec
 from workers.models.layers import Runtime
 from workers.models.load import load_decoder
 from workers.models.readers import read_spec
@@ -75,6 +77,26 @@ def test_replayed_steps_equal_eager_steps(tmp_path: Path, name: str) -> None:
             error_N = (final_ND.float() - alone.final_ND.float()).norm(dim=-1) / alone.final_ND.float().norm(dim=-1)
             assert float(error_N.max()) < (0.02 if dtype == torch.bfloat16 else 1e-4)
         assert sum(graph.num_replays for graph in cuda.graphs) == len(STEPS)
+
+
+def test_latent_attention_runs_on_a_device_without_graphs(tmp_path: Path) -> None:
+    """Its plan is torch's, whose shapes follow from the requests; all else is Triton's."""
+    path = checkpoints.write_model(tmp_path, "deepseek_v3", **checkpoints.LATENT["deepseek_v3"])
+    checkpoints.add_mtp(path, "deepseek_v3")
+    spec, step = read_spec(path), STEPS[2]
+    tokens = torch.randint(0, 90, (len(step.keys),), generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([len(keys) - 1 for keys in step.keys], dtype=torch.int32)
+    expected = load_decoder(path, spec)
+    pool = expected.new_kv_pool(32 * 16)
+    final_ND = expected.forward(tokens, positions, expected.plan(step.metadata, 16), pool).final_ND
+    with simulated_cuda():
+        device = torch.device("cuda", 0)
+        runtime = Runtime(device=device, kernels=kernels_for(device))
+        model, head = load_decoder(path, spec, runtime), FcHead.load(read_mtp_spec(path, spec), path, path, runtime)
+        assert runtime.kernels.NAME == "triton" and not model.can_be_captured and not head.can_be_captured
+        plan = model.plan(step.metadata, 16)
+        here = model.forward(tokens.to(device), positions.to(device), plan, model.new_kv_pool(32 * 16))
+        assert (here.final_ND.cpu() - final_ND).abs().max() < 1e-4
 
 
 def test_experts_are_captured_if_their_product_needs_no_host(tmp_path: Path) -> None:
