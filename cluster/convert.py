@@ -113,7 +113,6 @@ def read_engine(args: EngineArgs, *, num_gpus: int | None = None) -> tuple[Engin
         raise ConfigError(str(error)) from error
     config = replace(
         config,
-        enable_prefix_caching=_prefix_caching(args, spec),
         model_path=str(path),
         dtype=_dtype(args, config.device, spec),
         max_model_len=_max_model_len(args, spec),
@@ -375,20 +374,6 @@ def _dtype(args: EngineArgs, device: str, spec: ModelSpec) -> Literal["float32",
             return "bfloat16"
         case other:
             raise ConfigError(Problem("dtype", f"the checkpoint's {other} is not supported; write bfloat16"))
-
-
-def _prefix_caching(args: EngineArgs, spec: ModelSpec) -> bool:
-    """Return whether prefixes are cached. A page does not hold the recurrent state behind it. Raises ConfigError."""
-    if spec.delta is None or not args.enable_prefix_caching:
-        return args.enable_prefix_caching
-    if "enable_prefix_caching" in args.model_fields_set:
-        raise ConfigError(
-            Problem(
-                "enable_prefix_caching",
-                "is not implemented for hybrids, whose states are not kept beside pages; leave it out",
-            )
-        )
-    return False
 
 
 def _threads(args: EngineArgs, config: EngineConfig) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise, zip_longest
 from operator import attrgetter
 
@@ -44,7 +43,7 @@ from workers.comm.ipc import (
     TreeRecord,
 )
 from workers.config import EngineConfig
-from workers.kv_cache import PageAllocator
+from workers.kv_cache import Checkpoints, PageAllocator
 from workers.pulse import PULSE
 from workers.types import SamplingBatch, Verdict
 
@@ -74,14 +73,18 @@ class Engine:
         row_costs: RowCosts = UNPROFILED,
         offer_link: Callable[[], ChannelOffer] | None = None,
     ) -> None:
-        if target.has_states and config.enable_prefix_caching:
-            config = replace(config, enable_prefix_caching=False)  # shared pages would lack the state behind them
         self._config = config
         self._target = target
         self._drafter = DrafterPeer(drafter, offer_link, self._drafter_lost)
         self._front = front
         self._allocator = PageAllocator(num_pages)
-        self._prefix_cache = PrefixCache(self._allocator, config.page_size, is_enabled=config.enable_prefix_caching)
+        seats = range(1 + config.max_num_seqs, 1 + config.num_seats)
+        self._prefix_cache = PrefixCache(
+            self._allocator,
+            config.page_size,
+            is_enabled=config.enable_prefix_caching,
+            checkpoints=Checkpoints(seats) if target.has_states else None,
+        )
         self._hidden_states = HiddenStateBuffer(target.state_pool, self._prefix_cache.keep_states)
         self._inputs = StepInputs(config.page_size, config.eos_token_ids, has_states=target.has_states)
         self._controller = Controller(config, row_costs, self._count_allowed)
@@ -216,7 +219,6 @@ class Engine:
         else:
             self._running.remove(request)
             self._free_seats.append(request.seat)
-            request.seat = 0
         self._publish([request])
         self._moves = [move for move in self._moves if move.request is not request]
         self._folds = [fold for fold in self._folds if fold.request is not request]
@@ -251,7 +253,7 @@ class Engine:
         """Give a waiting request its seat and the pages that hold the beginning of its tokens."""
         self._waiting.remove(request)
         insort(self._running, request, key=_ORDER)
-        request.seat = self._free_seats.pop()
+        request.seat, request.read_seat = self._free_seats.pop(), self._prefix_cache.resume(request, pages)
         if pages:
             request.share(pages, self._config.page_size, self._prefix_cache.share(request, pages))
             state_1X = self._prefix_cache.last_state(pages)
@@ -266,7 +268,12 @@ class Engine:
     def _verify(self, step: Step, drafts: DraftBatch) -> list[Verdict]:
         """Return the verdicts on all trees, then one for each completed prompt, which is a root without a tree."""
         began = time.perf_counter()
-        target_step = self._inputs.target_step(drafts.trees, step.decode, step.prefill, self._moves, self._folds)
+        spans = [
+            *((request, request.num_computed - len(rows), request.num_computed) for request, rows in self._folds),
+            *((request, chunk.start, chunk.stop) for request, chunk in step.prefill),
+        ]
+        keeps = self._prefix_cache.keeps(spans)
+        target_step = self._inputs.target_step(drafts.trees, step.decode, step.prefill, self._moves, self._folds, keeps)
         self._moves, self._folds = [], []
         packed_at = time.perf_counter()
         drawn = self._target.run(target_step, self._stats.steps, while_waiting=self._catch_up)
@@ -331,7 +338,7 @@ class Engine:
     def _advance(self, step: Step, verdicts: list[Verdict]) -> None:
         """Count the computed positions: of prompt chunks, roots and accepted paths, some of whose KV is yet to move."""
         for request, chunk in step.prefill:
-            request.num_computed = chunk.stop
+            request.num_computed, request.read_seat = chunk.stop, request.seat
         for request, verdict in zip(step.decode, verdicts, strict=False):
             root = request.num_computed  # of a decoding request
             request.num_computed += len(verdict.tokens)

@@ -8,20 +8,36 @@ shares drafted pages only, because the target's states that would fill in the ot
 
 One state is kept for each page, that of its last token: the drafter's entry for the first token behind a shared prefix
 of h tokens is (token h, feature of token h - 1). It is kept on verifier rank 0, from the step that computed it.
+
+A hybrid can begin only where its recurrent state was kept, too. A few such checkpoints have seats of their own on every
+rank. They lie behind the last full page of a prompt, where another one went its own way, and every thousand tokens. The
+rows between the last checkpoint and the end of the published pages are computed again.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
 from verifier.request import Request
-from workers.kv_cache import NO_MATCH, PageAllocator, PrefixMatch
+from workers.kv_cache import NO_MATCH, Checkpoints, PageAllocator, PrefixMatch
 from workers.transfer import to_device
+
+CHECKPOINT_INTERVAL = 1024
+"""Tokens between the recurrent states that are kept of a long text."""
+
+
+class Keep(NamedTuple):
+    """A recurrent state to keep: that of a request behind its first `position` tokens."""
+
+    request: Request
+    position: int
+    seat: int
 
 
 @dataclass(slots=True)
@@ -31,13 +47,21 @@ class _Published:
     keys: list[bytes] = field(default_factory=list)
     num_pages: int = 0
     num_drafted: int = 0
+    branch: int = 0  # pages that it found when it joined, if no state was kept behind any of them
 
 
 class PrefixCache:
-    """Knows which page holds which tokens. Owned by the engine, beside the allocator that it publishes to."""
+    """Knows which page holds which tokens. Owned by the engine, beside the allocator that it publishes to.
 
-    def __init__(self, allocator: PageAllocator, page_size: int, *, is_enabled: bool) -> None:
+    checkpoints: of a hybrid; None = a request may begin behind any page.
+    """
+
+    def __init__(
+        self, allocator: PageAllocator, page_size: int, *, is_enabled: bool, checkpoints: Checkpoints | None = None
+    ) -> None:
         self._allocator = allocator
+        self._checkpoints = checkpoints
+        self._interval = max(1, CHECKPOINT_INTERVAL // page_size)  # in pages
         self._page_size = page_size
         self._is_enabled = is_enabled
         self._published: dict[Request, _Published] = {}
@@ -52,7 +76,46 @@ class PrefixCache:
         if not self._is_enabled:
             return NO_MATCH
         keys = self._keys(request, request.num_shareable // self._page_size)
-        return self._allocator.find(keys, is_drafted=request.has_drafter and request.reads_features)
+        is_drafted = request.has_drafter and request.reads_features
+        found = self._allocator.find(keys, is_drafted=is_drafted)
+        if self._checkpoints is None:
+            return found
+        count = len(found.pages)
+        while count and keys[count - 1] not in self._checkpoints:
+            count -= 1
+        self._published[request].branch = 0 if count else len(found.pages)
+        return self._allocator.find(keys[:count], is_drafted=is_drafted)
+
+    def resume(self, request: Request, pages: list[int]) -> int:
+        """Return the seat of the recurrent state behind these pages, which `find` returned; 0 if there is none."""
+        if self._checkpoints is None or not pages:
+            return 0
+        return self._checkpoints.use(self._keys(request, len(pages))[-1])
+
+    def keeps(self, spans: Iterable[tuple[Request, int, int]]) -> list[Keep]:
+        """Return the recurrent states to keep in the next step, in which requests take in the positions start .. stop.
+
+        Requests that join in that step have called `resume` before.
+        """
+        if not self._is_enabled or self._checkpoints is None:
+            return []
+        found, size = [], self._page_size
+        for request, start, stop in spans:
+            last = 0 if request.is_decoding else (request.root - 1) // size  # the most that an equal prompt can share
+            for count in range(start // size + 1, stop // size + 1):
+                if count in (last, self._published[request].branch) or self._is_regular(count):
+                    seat = self._checkpoints.keep(self._keys(request, count)[-1])
+                    found += [Keep(request, count * size, seat)] if seat is not None else []
+        self._checkpoints.end_step()
+        return found
+
+    def _is_regular(self, count: int) -> bool:
+        """Return whether a state is kept behind `count` pages of any text.
+
+        The interval doubles from 8 of them on, so that a prompt of 128K tokens does not take all seats.
+        """
+        number, rest = divmod(count, self._interval)
+        return not rest and number % (1 << max(0, (number - 1).bit_length() - 3)) == 0
 
     def share(self, request: Request, pages: list[int]) -> int:
         """Count a joining request among the holders of the pages that `find` returned for it.

@@ -48,6 +48,7 @@ class Request:
     has_grammar: bool = field(init=False)
     pages: array[int] = field(default_factory=partial(array, "i"))  # may be thousands, and every step reads them
     seat: int = 0  # its place in the pool of recurrent states while it runs; 0 = none
+    read_seat: int = 0  # where the state before its next chunk is: nowhere (0), in a checkpoint, or in its own seat
     num_computed: int = 0  # positions whose KV the target holds
     num_fed: int = field(init=False)  # drafter slots filled
     num_scored: int = 0  # leading prompt positions whose next token's log-probability is known; see `to_score`
@@ -75,6 +76,7 @@ class Request:
     def forget(self) -> None:
         """Reset everything that the request's pages hold, when they are released."""
         self.pages, self.num_computed, self.num_fed = array("i"), 0, self.first_draft_slot
+        self.seat = self.read_seat = 0
 
     def share(self, pages: list[int], page_size: int, num_drafted: int) -> None:
         """Begin with shared pages: their positions are computed, and those of the first `num_drafted` are fed."""

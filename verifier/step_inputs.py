@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from verifier.draft_inputs import DraftInput
+from verifier.prefix_cache import Keep
 from verifier.request import Request
 from verifier.tree import PromptChunk, TreeMetadata, chunk_metadata, tree_metadata
 from workers.config import TreeRules
@@ -91,8 +92,12 @@ class StepInputs:
         prefill: Sequence[tuple[Request, PromptChunk]] = (),
         moves: Sequence[Move] = (),
         folds: Sequence[Fold] = (),
+        keeps: Sequence[Keep] = (),
     ) -> TargetStep:
-        """Build one forward over all trees and chunks. It samples every tree row and the last row of each prompt."""
+        """Build one forward over all trees and chunks. It samples every tree row and the last row of each prompt.
+
+        keeps: of the chunks and of the folds.
+        """
         num_trees, num_tree_rows = len(decode), len(trees.token_N)
         root_B = np.array([len(request.tokens) - 1 for request in decode], dtype=np.int32)
         meta = tree_metadata(trees, root_B)
@@ -113,10 +118,13 @@ class StepInputs:
         is_one_row_each = not prefill and len(request_R) == num_trees
         seats = {}
         if self._has_states:
-            begun = [request.seat if chunk.start else 0 for request, chunk in prefill]
-            read = [request.seat for request in decode] + begun
+            read = [request.seat for request in decode] + [request.read_seat for request, _ in prefill]
             written = [0] * num_trees + [request.seat for request, _ in prefill]
-            seats = {"read_seat_B": _int32(read).numpy(), "write_seat_B": _int32(written).numpy()}
+            rows, kept = _kept(
+                keeps, {request: begin - chunk.start for (request, chunk), begin in zip(prefill, begins, strict=False)}
+            )
+            columns = {"read_seat_B": read, "write_seat_B": written, "keep_row_K": rows, "keep_seat_K": kept}
+            seats = {name: _int32(column).numpy() for name, column in columns.items()}
         return TargetStep(
             copy_source=_physical_slots(moves, [move.source for move in moves], self._page_size),
             copy_target=_physical_slots(moves, [move.target for move in moves], self._page_size),
@@ -140,7 +148,7 @@ class StepInputs:
             has_sampled=sampled.has_sampled,
             has_draws=sampled.has_draws,
             scored=_scored_rows(prefill, begins),
-            folds=_folds(folds),
+            folds=_folds(folds, keeps),
         )
 
     def _constraints(self, requests: list[Request], params: _BatchParams) -> Tensor:
@@ -209,14 +217,28 @@ def _scored_rows(prefill: Sequence[tuple[Request, PromptChunk]], begins: Sequenc
     return ScoredRows(row_S=_int32(rows), token_S=_int32(tokens), num_top_S=_int32(num_top)) if rows else None
 
 
-def _folds(folds: Sequence[Fold]) -> Folds | None:
+def _folds(folds: Sequence[Fold], keeps: Sequence[Keep]) -> Folds | None:
     if not folds:
         return None
+    offsets = list(accumulate((len(fold.rows) for fold in folds), initial=0))
+    ends = {fold.request: end - fold.request.num_computed for fold, end in zip(folds, offsets[1:], strict=True)}
+    rows, kept = _kept(keeps, ends)
     return Folds(
-        offsets=_int32(list(accumulate((len(fold.rows) for fold in folds), initial=0))),
+        offsets=_int32(offsets),
         row_A=_int32([row for fold in folds for row in fold.rows]),
         seat_F=_int32([fold.request.seat for fold in folds]),
+        keep_row_K=_int32(rows),
+        keep_seat_K=_int32(kept),
     )
+
+
+def _kept(keeps: Sequence[Keep], row_of: Mapping[Request, int]) -> tuple[list[int], list[int]]:
+    """Return the rows behind which states of these requests are kept, and their seats.
+
+    row_of: the row that the request's position 0 would have.
+    """
+    own = [keep for keep in keeps if keep.request in row_of]
+    return [row_of[keep.request] + keep.position - 1 for keep in own], [keep.seat for keep in own]
 
 
 def _traced(requests: list[Request]) -> Tensor | None:

@@ -79,6 +79,7 @@ def run(
             max_model_len=config.max_model_len,
             vocab_size=specs.target.vocab_size,
             num_pages=num_pages,
+            num_state_checkpoints=config.num_state_checkpoints if target.has_states else 0,
         )
         socket = ipc.FrontSockets(ipc.connect(front), ready)
         may_lose = config.draft is not None and config.draft.fallback
@@ -122,8 +123,8 @@ def load(world: World, specs: Specs, graphs_of: EngineConfig | None = None) -> t
     workspace = target_workspace(config, spec, num_taps=len(features.tap_layers), state_width=features.width)
     num_pages = agree_on_pages(world, slot_bytes + -(-page_bytes // config.page_size), bytes_beside=workspace.total)
     if spec.delta is not None and world.leads:
-        logger.info("%s: a hybrid: prefixes are not cached, and it reads text alone", world.role)
-    seats, tree_rows = config.max_num_seqs, config.max_num_seqs * config.tree_rows
+        logger.info("%s: a hybrid: it reads text alone", world.role)
+    seats, tree_rows = config.num_seats, config.max_num_seqs * config.tree_rows
     kv = decoder.new_kv_pool(num_pages * config.page_size, kv_type, num_seats=seats, num_tree_rows=tree_rows)
     _compile_moves(kernels, kv, config)
     graphs = None

@@ -17,7 +17,7 @@ from workers.workspace import (
     max_step_rows,
     may_capture,
     pass_bytes,
-    seat_bytes,
+    states_bytes,
 )
 
 
@@ -51,5 +51,5 @@ def target_workspace(config: EngineConfig, spec: ModelSpec, *, num_taps: int = 0
         captured=pass_bytes(shape, config, most),
         eager=states + rows * outputs * item + max(logits_bytes(config, spec), pass_bytes(shape, config, eager_rows)),
         libraries=LIBRARY_BYTES if config.device == "cuda" else 0,
-        seats=(1 + config.max_num_seqs) * seat_bytes(config, spec),
+        seats=states_bytes(config, spec),
     )

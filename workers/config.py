@@ -227,6 +227,16 @@ class EngineConfig:
         return 1 if self.kv_cache_dtype == "fp8" else self.item_bytes
 
     @property
+    def num_state_checkpoints(self) -> int:
+        """Number of recurrent states behind cached prefixes that a hybrid keeps beside those of running requests."""
+        return max(8, self.max_num_seqs // 2) if self.enable_prefix_caching else 0
+
+    @property
+    def num_seats(self) -> int:
+        """Number of recurrent states of a hybrid: those of running requests, then those of cached prefixes."""
+        return self.max_num_seqs + self.num_state_checkpoints
+
+    @property
     def draft_ranks(self) -> int:
         """Number of drafter ranks."""
         return self.draft.tensor_parallel_size if self.draft else 0

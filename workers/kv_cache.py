@@ -7,7 +7,7 @@ request's place in the pool of recurrent states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -95,8 +95,9 @@ class StatePool:
     """Recurrent states of all gated delta layers, by seat; a running request has one seat. One rank's heads.
 
     states [L, seats, H, d, v] float32, and inputs [L, seats, 3, C]: the last three rows before the convolution. Seat 0
-    is the null seat: the state before the first token, which is zero and never written. The stash [L, rows, C + 2 H]
-    has the rows of a step's trees, until the next step folds those that were accepted.
+    is the null seat: the state before the first token, which is zero and never written. Behind the seats of requests
+    are those of `Checkpoints`. The stash [L, rows, C + 2 H] has the rows of a step's trees, until the next step folds
+    those that were accepted.
 
     state_shape: (H, d, v). num_channels: C.
     """
@@ -131,6 +132,45 @@ class StatePool:
         """Return stashed rows of one layer: [A, C] and [A, 2 H]."""
         qkv_AC, ba_A2H = self._stash[index].index_select(0, row_A).split(self._widths, dim=1)
         return qkv_AC, ba_A2H
+
+
+class Checkpoints:
+    """Recurrent states behind cached pages, each in a seat of its own. Owned by rank 0.
+
+    A state has the key of the last page before it. The least recently used one makes room for another, unless the step
+    that is being built uses it.
+    """
+
+    def __init__(self, seats: Iterable[int]) -> None:
+        self._free = list(seats)
+        self._seat_of: dict[bytes, int] = {}  # least recently used first
+        self._used: set[bytes] = set()  # in the step that is being built
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._seat_of
+
+    def use(self, key: bytes) -> int:
+        """Return the seat of a state that this step reads."""
+        self._used.add(key)
+        self._seat_of[key] = seat = self._seat_of.pop(key)
+        return seat
+
+    def keep(self, key: bytes) -> int | None:
+        """Return a seat for a state that this step computes; None if it has one, or this step uses all of them."""
+        if key in self._seat_of:
+            self.use(key)
+            return None
+        if not self._free:
+            unused = next((key for key in self._seat_of if key not in self._used), None)
+            if unused is None:
+                return None
+            self._free.append(self._seat_of.pop(unused))
+        self._seat_of[key] = self._free.pop()
+        return self.use(key)
+
+    def end_step(self) -> None:
+        """Allow every state to make room again: the step is built, and ranks run steps in order."""
+        self._used.clear()
 
 
 class OutOfPages(RuntimeError):

@@ -206,7 +206,8 @@ class AttentionMetadata:
 
     Recurrent states (`workers.kv_cache.StatePool`) have seats. Request b begins with the state of seat read_seat_B[b],
     0 = the state before the first token. The state behind a prompt chunk is written to seat write_seat_B[b]. A tree has
-    0 there, because its verdict decides which state follows.
+    0 there, because its verdict decides which state follows. The state behind row keep_row_K[k] of a chunk is also
+    written to seat keep_seat_K[k], where the prefix cache keeps it.
     """
 
     query_offsets: np.ndarray  # [B+1] int32, rows of request b
@@ -217,6 +218,8 @@ class AttentionMetadata:
     ancestors_N: np.ndarray = field(metadata=column("int64"))  # [N] int64
     read_seat_B: np.ndarray = field(default_factory=_no_seats)  # [B] int32; empty = the model has no recurrent states
     write_seat_B: np.ndarray = field(default_factory=_no_seats)  # [B] int32
+    keep_row_K: np.ndarray = field(default_factory=_no_seats)  # [K] int32
+    keep_seat_K: np.ndarray = field(default_factory=_no_seats)  # [K] int32
 
     @property
     def num_requests(self) -> int:
@@ -324,6 +327,8 @@ class Folds:
     offsets: Tensor  # [F+1] int32
     row_A: Tensor  # [A] int32, rows of the last step: each root and its accepted path
     seat_F: Tensor  # [F] int32
+    keep_row_K: Tensor  # [K] int32, indices into row_A: the states behind these rows ...
+    keep_seat_K: Tensor  # [K] int32 ... are also written to these seats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from workers.config import EngineConfig
 from workers.cuda_graphs import Size
 from workers.kernels.block_scaled import SPLIT_ROWS, num_splits
-from workers.models.specs import ModelSpec
+from workers.models.specs import DeltaSpec, ModelSpec
 
 LIBRARY_BYTES = 2 * (32 << 20)
 """cuBLAS keeps 32 MB for each stream; graphs are captured on one of their own."""
@@ -54,7 +54,7 @@ class Workspace:
     """The most that everything else holds at once: larger passes, logits, sampling."""
     libraries: int = 0
     seats: int = 0
-    """Recurrent states of all running requests, and the rows of their trees that wait for a verdict."""
+    """Recurrent states of running requests and cached prefixes, and the rows of trees that wait for a verdict."""
 
     @property
     def total(self) -> int:
@@ -66,9 +66,21 @@ def seat_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     """Return what a rank's `StatePool` takes for each running request; 0 for models without recurrent states."""
     if spec.delta is None:
         return 0
+    stash_items = config.tree_rows * spec.delta.stash_items(config.tensor_parallel_size)
+    return _state_bytes(config, spec.delta) + config.item_bytes * stash_items
+
+
+def states_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Return what a rank's `StatePool` takes in all; 0 for models without recurrent states."""
+    if spec.delta is None:
+        return 0
+    of_requests = (1 + config.max_num_seqs) * seat_bytes(config, spec)
+    return of_requests + config.num_state_checkpoints * _state_bytes(config, spec.delta)
+
+
+def _state_bytes(config: EngineConfig, delta: DeltaSpec) -> int:
     ranks = config.tensor_parallel_size
-    items = spec.delta.input_items(ranks) + config.tree_rows * spec.delta.stash_items(ranks)
-    return 4 * spec.delta.state_items(ranks) + config.item_bytes * items
+    return 4 * delta.state_items(ranks) + config.item_bytes * delta.input_items(ranks)
 
 
 def max_backlog(config: EngineConfig) -> int:

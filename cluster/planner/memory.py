@@ -17,7 +17,7 @@ from workers.models.config_json import read_json
 from workers.models.draft_methods import METHODS, method_of, read_specs
 from workers.models.quantization import read_quantization
 from workers.models.specs import MTP_PREFIXES, DraftSpec, ModelSpec, Shapes, TransformersSpec
-from workers.workspace import seat_bytes
+from workers.workspace import seat_bytes, states_bytes
 
 _TOKEN_ID_BYTES = 4
 _CONTEXT_BYTES = 512 << 20
@@ -59,6 +59,8 @@ class ModelShard:
     """Query heads x head size, of all layers with attention."""
     seat_bytes: int = 0
     """Recurrent states of one running request, and the rows of its tree that wait for a verdict."""
+    states_bytes: int = 0
+    """All of these, and the recurrent states behind cached prefixes."""
     item_bytes: int = 4
     saved_bytes: int = 0
     """The bytes that matrices in 8 bits save, in memory and each time they are read, over `item_bytes` a weight."""
@@ -82,8 +84,15 @@ def model_shards(config: EngineConfig) -> list[ModelShard]:
     width = max(num_taps, 1) * target.hidden_size * method.reads_features
     workspace = target_workspace(config, target, num_taps=num_taps, state_width=width)
     shard = model_shard(own, target, config.tensor_parallel_size, item, kv_item, sizes)
-    seat = seat_bytes(config, target)
-    found = [replace(shard, state_bytes=width * item, workspace_bytes=workspace.total, seat_bytes=seat)]
+    found = [
+        replace(
+            shard,
+            state_bytes=width * item,
+            workspace_bytes=workspace.total,
+            seat_bytes=seat_bytes(config, target),
+            states_bytes=states_bytes(config, target),
+        )
+    ]
     if draft is None:
         return found
     beside = draft_workspace(config, spec).total

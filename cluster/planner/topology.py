@@ -56,10 +56,11 @@ def describe(name: str, config: EngineConfig, shards: list[ModelShard]) -> str:
     more = [f"{bytes_text(s.workspace_bytes)} on each {role}" for s, role in zip(shards, roles, strict=True)]
     lines.append(f"more     graphs, activations and logits take up to {' and '.join(more)}")
     if seat := shards[0].seat_bytes:
-        total = bytes_text((1 + config.max_num_seqs) * seat)
+        prefixes = f" and {count} cached prefixes" if (count := config.num_state_checkpoints) else ""
         lines.append(
             f"seats    recurrent states take {bytes_text(seat)} of a verifier rank for each running request, "
-            f"{total} for max_num_seqs {config.max_num_seqs}, which is part of that"
+            f"{bytes_text(shards[0].states_bytes)} for max_num_seqs {config.max_num_seqs}{prefixes}, "
+            "which is part of that"
         )
     if shards[0].state_bytes:
         waiting = max_buffered_states(config) * shards[0].state_bytes

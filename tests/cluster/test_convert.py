@@ -336,15 +336,6 @@ def test_mtp_drafts_with_the_target_s_own_folder(tmp_path: Path, family: str, la
     assert f"{model} (mtp" in plan(args(**given))
 
 
-def test_a_hybrid_is_served_without_a_prefix_cache(tmp_path: Path) -> None:
-    path = checkpoints.write_hybrid(tmp_path)
-    args: dict[str, Any] = {"model": str(path), "no_speculation": True}
-    assert not engine_config(EngineArgs.load(args)).enable_prefix_caching
-    assert not engine_config(EngineArgs.load(args | {"enable_prefix_caching": False})).enable_prefix_caching
-    with pytest.raises(ConfigError, match="enable_prefix_caching: is not implemented for hybrids"):
-        engine_config(EngineArgs.load(args | {"enable_prefix_caching": True}))
-
-
 def test_mtp_needs_a_target_with_prediction_layers() -> None:
     with pytest.raises(ConfigError, match=r"must natively support multi-token prediction.*num_nextn_predict_layers"):
         engine_config(args(speculative_config={"method": "mtp"}))

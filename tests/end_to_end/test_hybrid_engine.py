@@ -5,7 +5,10 @@ The vocabulary is so small that trees of a random drafter are often right by cha
 
 from __future__ import annotations
 
+import asyncio
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from cluster.engine.local_engine import LocalEngine
 from drafter.proposers.base import DraftModelProposer, FeatureProposer, Proposer, shared_vocabulary
 from drafter.proposers.eagle import FcHead
 from drafter.proposers.ngram import MatchLengths, NgramProposer
@@ -25,8 +29,9 @@ from tests.support import checkpoints
 from tests.support.engine_here import EngineHere, Pair, engine_here
 from tests.support.engines import GenerationJob, Runner
 from tests.support.oracles import product_law
+from verifier import prefix_cache
 from verifier.adaptive.cost_model import UNPROFILED
-from workers.comm.ipc import Speculation, Submit
+from workers.comm.ipc import RequestStats, Resumption, Speculation, Submit
 from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.models.fc_head_format import read_mtp_spec
 from workers.models.load import load_decoder
@@ -161,7 +166,33 @@ def test_tokens_equal_those_without_speculation(
         for temperature, told in expected.items():
             assert answers(here, submits(temperature)) == told
         assert here.engine._stats.num_accepted_tokens > 20
+
+
+@pytest.mark.parametrize("method", ["off", "mtp"])
+def test_prefix_hits_of_every_length_change_no_token(
+    folder: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_cache, "CHECKPOINT_INTERVAL", 32)
+    rng = random.Random(7)
+    text = [rng.randrange(V) for _ in range(110)]
+    asked = [
+        Submit(
+            id=length,
+            prompt=[*text[:length], length % V],
+            max_tokens=7,
+            sampling=SamplingSettings(temperature=float(length % 2), seed=length),
+            ignore_eos=True,
+        )
+        for length in rng.sample(range(len(text)), 60)
+    ]
+    with engine(folder, method, enable_prefix_caching=False) as here:
+        wanted = answers(here, asked)
         assert here.engine._stats.prefix_cache_queries == 0
+    with engine(folder, method) as here:
+        found = [answers(here, asked[begin : begin + 3]) for begin in range(0, len(asked), 3)]
+        stats = here.engine._stats
+        assert {id: tokens for some in found for id, tokens in some.items()} == wanted
+        assert stats.prefix_cache_hits > 0.4 * stats.prefix_cache_queries
 
 
 def test_a_mixture_of_experts_drafts_with_its_own_layer(folder: Path) -> None:
@@ -193,6 +224,55 @@ def test_preemptions_and_aborts_between_a_step_and_its_fold_change_nothing(
                 here.engine._abort(request.id)
         assert {id: told[id] for id in expected[1.0]} == expected[1.0]
         assert here.engine._stats.num_preemptions > 5 and len(told) > len(expected[1.0])
+
+
+@pytest.mark.parametrize("method", ["off", "mtp", "ngram"])
+def test_a_request_of_a_lost_engine_goes_on_with_the_same_tokens(
+    folder: Path, expected: dict[float, dict[int, list[int]]], method: str
+) -> None:
+    """Another engine is told what was sent, after each number of tokens."""
+    told, begun = expected[1.0], submits(1.0)
+    with engine(folder, method) as here:
+        for count in range(1, begun[0].max_tokens):
+            rest = [
+                replace(
+                    submit,
+                    resumption=Resumption(output=told[submit.id][:count], num_prompt_logprobs=0, stats=RequestStats()),
+                )
+                for submit in begun
+            ]
+            assert answers(here, rest) == {id: tokens[count:] for id, tokens in told.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_killed_rank_changes_no_token(folder: Path, size: int) -> None:
+    """The last rank of the target is killed while it answers, and another engine goes on."""
+
+    async def main() -> None:
+        engine = LocalEngine(config_of(folder, "mtp", tensor_parallel_size=size, step_timeout_s=120.0), restarts=True)
+        async with engine as client:
+
+            async def answer(seed: int) -> list[int]:
+                submit = Submit(
+                    id=client.new_id(),
+                    prompt=[3, 1, 4] * 9,
+                    max_tokens=200,
+                    sampling=SamplingSettings(seed=seed),
+                    ignore_eos=True,
+                )
+                return [token async for chunk in client.submit(submit) for token in chunk.tokens]
+
+            async def both() -> list[list[int]]:
+                return list(await asyncio.gather(answer(1), answer(2)))
+
+            wanted = await both()
+            waiting = asyncio.create_task(both())
+            while client.stats.num_running < 2:
+                await asyncio.sleep(0.01)
+            os.kill(engine.pids[size - 1], signal.SIGKILL)
+            assert await asyncio.wait_for(waiting, 240) == wanted
+
+    asyncio.run(main())
 
 
 def test_two_ranks_give_the_same_tokens(folder: Path, expected: dict[float, dict[int, list[int]]]) -> None:

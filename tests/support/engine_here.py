@@ -102,7 +102,7 @@ def engine_here(
         fusion = pair.fusion
         waiting = HiddenStatePool(max_buffered_states(config), width, dtype=torch.float32, device=cpu)
     kv_type = kv_dtype(config, pair.decoder.kernels, cpu)
-    seats, tree_rows = config.max_num_seqs, config.max_num_seqs * config.tree_rows
+    seats, tree_rows = config.num_seats, config.max_num_seqs * config.tree_rows
     kv = pair.decoder.new_kv_pool(num_slots, kv_type, num_seats=seats, num_tree_rows=tree_rows)
     verifier = target(pair.decoder, kv, config.page_size, None, fusion, waiting)
     vocab_size = pair.decoder.spec.vocab_size

@@ -141,13 +141,17 @@ class FakeStates:
         if (folds := step.folds) is not None:
             assert len(set(folds.seat_F.tolist())) == len(folds.seat_F), "two requests have one seat"
             for seat, (a, b) in zip(folds.seat_F.tolist(), pairwise(folds.offsets.tolist()), strict=True):
-                self.held[seat] = self.held[seat] + [self._stash[row] for row in folds.row_A.tolist()[a:b]]
+                before, taken = self.held[seat], [self._stash[row] for row in folds.row_A.tolist()]
+                self.held[seat] = before + taken[a:b]
+                self._keep(folds.keep_row_K, folds.keep_seat_K, a, b, before, taken)
         meta, tokens = step.attention, step.token_N.tolist()
         seats = [seat for seat in meta.write_seat_B.tolist() if seat]
         seats += [
             seat for seat, to in zip(meta.read_seat_B.tolist(), meta.write_seat_B.tolist(), strict=True) if not to
         ]
-        assert len(set(seats)) == len(seats) and 0 not in seats, "whose seat is it?"
+        kept = meta.keep_seat_K.tolist() + (folds.keep_seat_K.tolist() if folds is not None else [])
+        assert len({*seats, *kept}) == len(seats + kept) and 0 not in seats, "whose seat is it?"
+        assert not set(kept) & set(meta.read_seat_B.tolist()), "a state is overwritten before it is read"
         spans = list(pairwise(meta.query_offsets.tolist()))
         self._stash = []
         for (a, b), read, write in zip(spans, meta.read_seat_B.tolist(), meta.write_seat_B.tolist(), strict=True):
@@ -156,16 +160,24 @@ class FakeStates:
                 path = [tokens[a + bit] for bit in range(64) if mask >> bit & 1] if mask else tokens[a : row + 1]
                 assert self.held[read] + path == contexts[row], "the state is not that before the row's path"
             if write:
-                self.held[write] = self.held[read] + tokens[a:b]
+                before = self.held[read]
+                self.held[write] = before + tokens[a:b]
+                self._keep(meta.keep_row_K, meta.keep_seat_K, a, b, before, tokens)
             else:
                 assert a == len(self._stash), "trees come first"
                 self._stash += tokens[a:b]
+
+    def _keep(self, row_K: Any, seat_K: Any, begin: int, end: int, before: list[int], tokens: list[int]) -> None:
+        """Keep states behind rows begin .. end - 1, which follow the tokens `before`."""
+        for row, seat in zip(row_K.tolist(), seat_K.tolist(), strict=True):
+            if begin <= row < end:
+                self.held[seat] = before + tokens[begin : row + 1]
 
 
 class FakeTarget(Target):
     """A target over a language. A row's hidden state is its (position, token), which proves their alignment. Sampling
     is that of the real target. waiting: the hidden-state buffer, for a drafter that reads features. fake_states: those
-    of a hybrid, which has no prefix cache."""
+    of a hybrid."""
 
     has_states = False  # type: ignore[assignment]  # set for each
 
@@ -393,6 +405,7 @@ class Bench:
         acceptance: AcceptanceConfig = AcceptanceConfig(),  # noqa: B008
         may_lose_drafter: bool = False,
         has_leaf_siblings: bool = False,
+        has_states: bool = False,
         **settings: Any,
     ) -> None:
         draft = None
@@ -402,9 +415,8 @@ class Bench:
         waiting = None
         if method == "eagle3":
             waiting = HiddenStatePool(max_buffered_states(config), 2, dtype=torch.float32, device=torch.device("cpu"))
-        # Where nothing is cached, the target is a hybrid.
-        states = None if config.enable_prefix_caching else FakeStates()
-        self.target = FakeTarget(language, config.page_size, config.max_model_len, waiting, states)
+        self.states = FakeStates() if has_states or not config.enable_prefix_caching else None
+        self.target = FakeTarget(language, config.page_size, config.max_model_len, waiting, self.states)
         self.proposer = FakeProposer(language, config.page_size, reads_features=method == "eagle3")
         is_hybrid = acceptance.sample_method == "hybrid"
         policy = make_tree_policy(tree, has_leaf_siblings=has_leaf_siblings)

@@ -251,6 +251,7 @@ class Ready:
     max_model_len: int
     vocab_size: int
     num_pages: int
+    num_state_checkpoints: int = 0  # see `EngineConfig`; 0 for models without recurrent states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

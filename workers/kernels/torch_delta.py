@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from workers.kernels.host import bits_of, highest_bit
 from workers.transfer import to_device
-from workers.types import AttentionMetadata
+from workers.types import AttentionMetadata, Folds
 
 PIECE_ROWS = 64
 MOST_PIECES = 32
@@ -50,6 +50,8 @@ class Pieces:
     last_B: Tensor  # int64, each piece's last row among its R
     read_B: Tensor  # int64, the seat of its state
     write_B: Tensor | None  # int64, the seat that takes the state behind the last row; None = the rows are of trees
+    kept_K: Tensor | None  # int64, those of the B pieces whose last state is kept, too; None = none
+    keep_K: Tensor | None  # int64, the seats for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +63,8 @@ class DeltaPlan:
     order_N: Tensor  # position of row n in the pieces' concatenated outputs
     read_B: Tensor  # int64, each request's seat, whose inputs precede its first row
     window_CN: Tensor  # [4, N] rows of the convolution, from the third ancestor to the row itself
-    write_W: Tensor  # int64, seats of the requests that are not trees
-    tail_W3: Tensor  # their last inputs, as rows of the convolution
+    write_W: Tensor  # int64, seats of the requests that are not trees, and of states that are kept
+    tail_W3: Tensor  # the last inputs before these states, as rows of the convolution
 
 
 class _Piece(NamedTuple):
@@ -73,6 +75,7 @@ class _Piece(NamedTuple):
     begin: int
     num_rows: int
     is_written: bool
+    keep: int  # the seat where the state behind it is kept, too; 0 = none
 
     @property
     def kind(self) -> tuple[int, bool, int]:
@@ -96,12 +99,14 @@ def delta_plan(metadata: AttentionMetadata, device: torch.device | str = "cpu") 
     for _ in range(CONV_ROWS - 1):
         window.insert(0, before[window[0]])
     written = np.flatnonzero((write_B > 0) & (np.diff(offsets) > 0))
-    tail = [offsets[written + 1].astype(np.int64) - 1 + 3 * num_requests]
+    last_W = np.concatenate([offsets[written + 1] - 1, metadata.keep_row_K])
+    tail = [last_W.astype(np.int64) + 3 * num_requests]
     for _ in range(CONV_ROWS - 2):
         tail.insert(0, before[tail[0]])
 
     pieces, order_N, end = [], np.empty(num_rows, dtype=np.int64), 0
-    for group in _groups(offsets.tolist(), write_B.tolist()):
+    kept = dict(zip((metadata.keep_row_K + 1).tolist(), metadata.keep_seat_K.tolist(), strict=True))
+    for group in _groups(offsets.tolist(), write_B.tolist(), kept):
         request_B, begin_B, count_B = (np.array(column) for column in list(zip(*group, strict=True))[1:4])
         R = int(count_B.max())
         row_BR = begin_B[:, None] + np.minimum(np.arange(R), count_B[:, None] - 1)
@@ -112,6 +117,8 @@ def delta_plan(metadata: AttentionMetadata, device: torch.device | str = "cpu") 
         order_N[row_BR[is_real_BR]] = end + np.flatnonzero(is_real_BR)
         end += row_BR.size
         is_first_B, is_written = begin_B == offsets[request_B], group[0].is_written
+        keep_B = np.array([piece.keep for piece in group])
+        (kept_K,) = keep_B.nonzero()
         pieces.append(
             Pieces(
                 row_P=to_device(row_BR.reshape(-1), device),
@@ -119,6 +126,8 @@ def delta_plan(metadata: AttentionMetadata, device: torch.device | str = "cpu") 
                 last_B=to_device(count_B - 1, device),
                 read_B=to_device(np.where(is_first_B, read_B[request_B], write_B[request_B]).astype(np.int64), device),
                 write_B=to_device(write_B[request_B].astype(np.int64), device) if is_written else None,
+                kept_K=to_device(kept_K, device) if len(kept_K) else None,
+                keep_K=to_device(keep_B[kept_K], device) if len(kept_K) else None,
             )
         )
     return DeltaPlan(
@@ -127,13 +136,14 @@ def delta_plan(metadata: AttentionMetadata, device: torch.device | str = "cpu") 
         order_N=to_device(order_N, device),
         read_B=to_device(read_B.astype(np.int64), device),
         window_CN=to_device(np.stack(window), device),
-        write_W=to_device(write_B[written].astype(np.int64), device),
+        write_W=to_device(np.concatenate([write_B[written], metadata.keep_seat_K]).astype(np.int64), device),
         tail_W3=to_device(np.stack(tail, axis=1), device),
     )
 
 
-def fold_plan(offsets: np.ndarray, seat_F: np.ndarray, device: torch.device | str) -> DeltaPlan:
+def fold_plan(folds: Folds, device: torch.device | str) -> DeltaPlan:
     """Plan accepted paths: chains that go on from the state of their seat and leave the next one there."""
+    offsets, seat_F = folds.offsets.numpy(), folds.seat_F.numpy()
     none = np.zeros(offsets[-1], dtype=np.int32)
     chains = AttentionMetadata(
         query_offsets=offsets,
@@ -144,18 +154,23 @@ def fold_plan(offsets: np.ndarray, seat_F: np.ndarray, device: torch.device | st
         ancestors_N=none.astype(np.int64),
         read_seat_B=seat_F,
         write_seat_B=seat_F,
+        keep_row_K=folds.keep_row_K.numpy(),
+        keep_seat_K=folds.keep_seat_K.numpy(),
     )
     return delta_plan(chains, device)
 
 
-def _groups(offsets: list[int], write: list[int]) -> Iterator[list[_Piece]]:
-    """Yield the pieces that run at once. The pieces of one request follow one another."""
+def _groups(offsets: list[int], write: list[int], kept: dict[int, int]) -> Iterator[list[_Piece]]:
+    """Yield the pieces that run at once. The pieces of one request follow one another.
+
+    kept: the seats that keep states, by the row after each; a piece ends there.
+    """
     pieces = []
-    for request, seat in enumerate(write):
-        begins = range(offsets[request], offsets[request + 1], PIECE_ROWS)
-        for turn, begin in enumerate(begins):
-            num_rows = min(PIECE_ROWS, offsets[request + 1] - begin)
-            pieces.append(_Piece(turn, request, begin, num_rows, seat > 0))
+    for request, (seat, (first, end)) in enumerate(zip(write, pairwise(offsets), strict=True)):
+        cuts = [first, *sorted(row for row in kept if first < row < end), end]
+        begins = [begin for a, b in pairwise(cuts) for begin in range(a, b, PIECE_ROWS)]
+        for turn, (begin, stop) in enumerate(pairwise([*begins, end])):
+            pieces.append(_Piece(turn, request, begin, stop - begin, seat > 0, kept.get(stop, 0)))
     pieces.sort(key=lambda piece: piece.kind)
     for _, of_kind in groupby(pieces, key=lambda piece: piece.kind):
         group = list(of_kind)

@@ -154,7 +154,7 @@ class Decoder(BaseDecoder):
         """See `BaseDecoder.fold`."""
         states, row_A = kv.states, to_device(folds.row_A, self.device)
         assert states is not None
-        plan = fold_plan(folds.offsets.numpy(), folds.seat_F.numpy(), self.device)
+        plan = fold_plan(folds, self.device)
         nets = [layer.mixer for layer in self._layers if isinstance(layer.mixer, GatedDelta)]
         for index, net in enumerate(nets):
             net.fold(row_A, plan, states, index)

@@ -151,6 +151,8 @@ class GatedDelta:
                 outputs.append(out.flatten(0, 1))
             if own.write_B is not None and behind is not None:
                 state.index_copy_(0, own.write_B, behind)
+                if own.keep_K is not None and own.kept_K is not None:
+                    state.index_copy_(0, own.keep_K, behind.index_select(0, own.kept_K))
         inputs.index_copy_(0, plan.write_W, inputs_XC[plan.tail_W3])
         return torch.cat(outputs).index_select(0, plan.order_N) if has_outputs else None
 

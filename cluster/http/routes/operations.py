@@ -58,6 +58,7 @@ def add_operation_routes(app: FastAPI, service: Service) -> None:
             "front": {"role": "front", "pid": os.getpid()},
             "topology": service.topology,
             "num_pages": ready.num_pages if ready else 0,
+            "num_state_checkpoints": ready.num_state_checkpoints if ready else 0,
             "sampling_defaults": dict(service.sampling_defaults),
             "config": asdict(service.config),
         }

@@ -192,10 +192,13 @@ def test_a_hybrid_of_27b_has_states_beside_keys_and_values(tmp_path: Path) -> No
     assert shard.token_bytes == 64 * 1024, "16 of 64 layers have keys and values"
     of_row = 48 * (10240 + 2 * 48)  # a bare root waits for its verdict, too
     assert shard.seat_bytes == 2 * half.seat_bytes == 144 * 2**20 + 2 * (48 * 3 * 10240 + of_row)
-    assert shard.workspace_bytes > 33 * shard.seat_bytes
+    of_prefixes = 16 * (144 * 2**20 + 2 * 48 * 3 * 10240)
+    assert shard.workspace_bytes > shard.states_bytes == 33 * shard.seat_bytes + of_prefixes
+    assert model_shards(replace(one, enable_prefix_caching=False))[0].states_bytes == 33 * shard.seat_bytes
     args = {"model": str(tmp_path), "no_speculation": True, "max_num_seqs": 32, "dtype": "bfloat16"}
     text = run(EngineArgs.load(args), PlanRequest())
     assert "recurrent states take 155 MB of a verifier rank for each running request" in text
+    assert "7.58 GB for max_num_seqs 32 and 16 cached prefixes" in text
 
 
 def test_qwen3_next_80b_uses_3b_for_a_row(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -144,3 +145,24 @@ def test_a_long_chunk_is_cut_into_pieces_that_follow_one_another() -> None:
     ]
     rows = torch.cat([pieces.row_P for pieces in plan.pieces])
     assert rows[plan.order_N].tolist() == list(range(sum(sizes)))
+
+
+def test_a_piece_ends_where_a_state_is_kept() -> None:
+    """Of the first chunk behind rows 69 and 99, its last; of the second one behind its first row."""
+    chunks = replace(
+        metadata([100, 3], [0] * 103, [0, 7], [5, 7]),
+        keep_row_K=np.array([69, 99, 100]),
+        keep_seat_K=np.array([8, 9, 10]),
+    )
+    plan = delta_plan(chunks)
+    told = {}
+    for own in plan.pieces:
+        assert own.write_B is not None
+        kept = dict(zip(own.kept_K.tolist(), own.keep_K.tolist(), strict=True)) if own.kept_K is not None else {}
+        rows_BR = own.row_P.view(own.path_BRR.shape[:2])
+        for b, (rows, last, seat) in enumerate(zip(rows_BR, own.last_B, own.write_B.tolist(), strict=True)):
+            told[int(rows[0]), int(rows[last])] = (seat, kept.get(b))
+    assert told == {(0, 63): (5, None), (64, 69): (5, 8), (70, 99): (5, 9), (100, 100): (7, 10), (101, 102): (7, None)}
+    tails = dict(zip(plan.write_W.tolist(), plan.tail_W3.tolist(), strict=True))
+    assert {seat: rows[-1] - 6 for seat, rows in tails.items()} == {5: 99, 7: 102, 8: 69, 9: 99, 10: 100}
+    assert tails[10] == [4, 5, 106] and tails[8] == [73, 74, 75]

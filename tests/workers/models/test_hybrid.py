@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,10 @@ from workers.types import AttentionMetadata, Folds
 
 torch.set_num_threads(1)
 
-PAGE, SEATS = 16, 4
+PAGE, SEATS, KEPT = 16, 4, [5, 6, 7]
+"""Sequences have seats from SEATS on downwards; states are kept in seats KEPT."""
+Keeps = Sequence[tuple[int, int]]
+"""Rows, and the seats for the states behind them."""
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -71,11 +75,11 @@ class Run:
     def __init__(self, model: BaseDecoder, num: int = 1, num_pages: int = 16) -> None:
         self.model, self.num_pages = model, num_pages
         num_slots = (num * self.num_pages + 1) * PAGE
-        self.kv: KVPool = model.new_kv_pool(num_slots, num_seats=SEATS, num_tree_rows=64 * num)
+        self.kv: KVPool = model.new_kv_pool(num_slots, num_seats=max(KEPT), num_tree_rows=64 * num)
         self.texts: list[list[int]] = [[] for _ in range(num)]
         self._folds: Folds | None = None
 
-    def forward(self, trees: list[list[int]], tokens: list[list[int]]) -> list[Tensor]:
+    def forward(self, trees: list[list[int]], tokens: list[list[int]], keeps: Keeps = ()) -> list[Tensor]:
         """Run a step: trees (parents) of the first requests, then chunks (parents []) of others; return the logits."""
         offsets, rows, masks, base, read, write = [0], [], [], [], [], []
         for request, (parents, own) in enumerate(zip(trees, tokens, strict=True)):
@@ -102,6 +106,8 @@ class Run:
             ancestors_N=np.array(masks, dtype=np.uint64).view(np.int64),
             read_seat_B=np.array(read, dtype=np.int32),
             write_seat_B=np.array(write, dtype=np.int32),
+            keep_row_K=np.array([row for row, _ in keeps], dtype=np.int32),
+            keep_seat_K=np.array([seat for _, seat in keeps], dtype=np.int32),
         )
         if self._folds is not None and self.kv.states is not None:
             self.model.fold(self._folds, self.kv)
@@ -112,8 +118,8 @@ class Run:
         return [logits[a:b] for a, b in pairwise(offsets)]
 
     @torch.inference_mode()
-    def accept(self, paths: list[list[int]], tokens: list[list[int]]) -> None:
-        """Commit the accepted rows, roots included, of the last step's trees."""
+    def accept(self, paths: list[list[int]], tokens: list[list[int]], keeps: Keeps = ()) -> None:
+        """Commit the accepted rows, roots included, of the last step's trees. keeps: rows of all paths together."""
         begins = np.cumsum([0, *map(len, tokens)]).tolist()
         moved: tuple[list[int], list[int]] = ([], [])
         for request, rows in enumerate(paths):
@@ -126,6 +132,8 @@ class Run:
             offsets=torch.tensor([0, *np.cumsum(list(map(len, paths)))], dtype=torch.int32),
             row_A=torch.tensor([begins[r] + row for r, rows in enumerate(paths) for row in rows], dtype=torch.int32),
             seat_F=torch.tensor([SEATS - request for request in range(len(paths))], dtype=torch.int32),
+            keep_row_K=torch.tensor([row for row, _ in keeps], dtype=torch.int32),
+            keep_seat_K=torch.tensor([seat for _, seat in keeps], dtype=torch.int32),
         )
 
 
@@ -203,6 +211,32 @@ def test_a_state_is_exact_after_hundreds_of_trees(tmp_path: Path) -> None:
     assert run.kv.states is not None and whole.kv.states is not None
     one, other = run.kv.states.states[:, SEATS], whole.kv.states.states[:, SEATS]
     assert (one - other).abs().max() < 1e-5 * other.abs().max()
+
+
+def test_states_are_kept_behind_exactly_the_rows_that_are_named(path: Path) -> None:
+    """Of a chunk within a piece, where pieces meet, and behind its last row; and of the folded path of a tree."""
+    rng, model = random.Random(10), load_decoder(path, read_spec(path))
+    text, drafts = some_tokens(rng, 140), some_tokens(rng, 6)
+    run = Run(model)
+    run.forward([[]], [text], list(zip([94, 127, 139], KEPT, strict=True)))
+    for length, seat in zip([95, 128, 140], KEPT, strict=True):
+        assert_holds(run, seat, text[:length])
+    run.forward([[-1, 0, 0, 2, 3, 3]], [drafts])
+    run.accept([[0, 2, 3, 5]], [drafts], [(1, 6), (2, 5)])
+    run.forward([[-1]], [[1]])
+    path_tokens = text + [drafts[row] for row in (0, 2, 3, 5)]
+    for seat, tokens in ((6, path_tokens[:142]), (5, path_tokens[:143]), (7, text), (SEATS, path_tokens)):
+        assert_holds(run, seat, tokens)
+
+
+def assert_holds(run: Run, seat: int, tokens: list[int]) -> None:
+    """Check that a seat has the state behind these tokens."""
+    fresh = Run(run.model)
+    fresh.forward([[]], [tokens])
+    assert run.kv.states is not None and fresh.kv.states is not None
+    one, other = run.kv.states, fresh.kv.states
+    assert (one.states[:, seat] - other.states[:, SEATS]).abs().max() < 1e-4 * other.states.abs().max()
+    assert (one.inputs[:, seat] - other.inputs[:, SEATS]).abs().max() < 1e-4 * other.inputs.abs().max()
 
 
 def test_a_checkpoint_with_a_vision_tower_has_the_text_model_of_the_plain_one(path: Path, tmp_path: Path) -> None:
