@@ -271,6 +271,7 @@ class QuantizedWeight:
         from workers.kernels.block_scaled import PACKED, BlockScaled, packed
 
         kind, num_rows = self.kept_type, rows.stop - rows.start
+        assert kind is not None, "`block_of` returned a block"
         lowest = {PACKED: -8, torch.int8: -128}[kind] if isinstance(self.codes, PackedCodes) else 0
 
         def values(rows: slice) -> Tensor:
