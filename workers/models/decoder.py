@@ -44,8 +44,12 @@ from workers.types import AttentionMetadata, Folds, Hidden
 logger = logging.getLogger(__name__)
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_EYES = ("model.visual.", "vision_tower.", "mm_projector.")
-"""Prefixes of what a Qwen3.5 and a Kimi-K2.5 see with."""
+_EYES = tuple(
+    f"{prefix}{name}."
+    for prefix in ("", "model.")
+    for name in ("visual", "vision_tower", "mm_projector", "multi_modal_projector")
+)
+"""Prefixes of what a Qwen3.5, a Kimi-K2.5 and a Mistral-Small-3.1 see with."""
 
 
 class DecoderLayer:
@@ -206,4 +210,4 @@ def is_legacy(name: str) -> bool:
 def _is_ignored(name: str, spec: ModelSpec) -> bool:
     """Return True for tensors that are not part of the decoder: legacy buffers, MTP layers, and a text model's eyes."""
     is_mtp = spec.num_mtp_layers > 0 and name.startswith(spec.mtp_prefixes)
-    return is_legacy(name) or is_mtp or ((spec.delta or spec.latent) is not None and name.startswith(_EYES))
+    return is_legacy(name) or is_mtp or name.startswith(_EYES)

@@ -70,7 +70,7 @@ def read_spec(path: Path | str) -> ModelSpec:
         else moe.num_chosen * moe.inner_size + moe.shared_size,
         vocab_size=config.vocab_size,
         rms_norm_eps=config.rms_norm_eps,
-        tie_embeddings=bool(whole.tie_word_embeddings),
+        tie_embeddings=bool((config if family == "mistral" else whole).tie_word_embeddings),
         qkv_bias=bias or family in ("qwen2", "mimo"),  # Qwen2 always has biases on q, k and v
         o_bias=bias and family not in ("qwen2", "mimo"),
         mlp_bias=bool(getattr(config, "mlp_bias", False)) and family == "llama",
@@ -116,6 +116,8 @@ def _family(raw: dict[str, Any]) -> str | None:
     architectures = raw.get("architectures") or []
     by_type = {family: family for family in SUPPORTED_ARCHITECTURES.values()}
     kind = latent_family(raw) or raw.get("model_type", "")
+    if kind == "mistral3":
+        kind = text_config(raw).get("model_type", "mistral")
     family = SUPPORTED_ARCHITECTURES.get(architectures[0]) if architectures else by_type.get(kind)
     return family if (kind or family) == family else None
 

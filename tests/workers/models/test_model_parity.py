@@ -31,7 +31,7 @@ from workers.models.decoder import Decoder
 from workers.models.layers import Runtime, TensorParallel
 from workers.models.load import load_decoder
 from workers.models.readers import read_spec
-from workers.models.specs import check_parallel
+from workers.models.specs import TransformersSpec, check_parallel
 from workers.types import AttentionMetadata, Hidden
 
 torch.set_num_threads(1)
@@ -219,6 +219,27 @@ def test_tree_logits_equal_each_path_as_a_sequence_in_a_mixed_batch(checkpoint: 
     assert_close(logits[4], oracle_logits(model, prompts[4]))
     assert logits[5].shape[0] == 0
     assert_close(logits[6], oracle_logits(model, prompts[6])[5:])
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_model_of_a_mistral_that_sees_runs_alone(tmp_path: Path, prefix: str) -> None:
+    plain = checkpoints.write_model(tmp_path / "plain", "mistral", head_dim=16, sliding_window=None)
+    both, stored = tmp_path / "both", load_file(plain / "model.safetensors")
+    both.mkdir()
+    head = "lm_head.weight" if prefix.startswith("model.") else "language_model.lm_head.weight"
+    tensors = {prefix + name.removeprefix("model."): tensor for name, tensor in stored.items() if "lm_head" not in name}
+    eyes = {f"{prefix.partition('language_model')[0]}vision_tower.patch_conv.weight": torch.ones(4)}
+    save_file(tensors | eyes | {head: stored["lm_head.weight"]}, both / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((plain / "config.json").read_text())
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
+    (both / "config.json").write_text(json.dumps(config))
+    spec, tokens = read_spec(both), random_tokens(20)
+    assert not isinstance(spec, TransformersSpec) and spec == read_spec(plain)
+    one, other = (PagedRun(load_decoder(path, spec)).forward([Chunk(tokens, 0)])[0][0] for path in (plain, both))
+    assert torch.equal(one, other)
+    text = json.loads((checkpoints.write_model(tmp_path / "new", "ministral3") / "config.json").read_text())
+    (both / "config.json").write_text(json.dumps(config | {"text_config": text}))
+    assert isinstance(read_spec(both), TransformersSpec)
 
 
 def test_taps_are_the_residual_stream_before_the_named_layers(tmp_path: Path) -> None:
