@@ -230,10 +230,10 @@ def test_preemptions_and_aborts_between_a_step_and_its_fold_change_nothing(
 def test_a_request_of_a_lost_engine_goes_on_with_the_same_tokens(
     folder: Path, expected: dict[float, dict[int, list[int]]], method: str
 ) -> None:
-    """Another engine is told what was sent, after each number of tokens."""
+    """Another engine is told what was sent."""
     told, begun = expected[1.0], submits(1.0)
     with engine(folder, method) as here:
-        for count in range(1, begun[0].max_tokens):
+        for count in (1, 2, 5, 9, 17):
             rest = [
                 replace(
                     submit,
