@@ -1,4 +1,4 @@
-"""A proxy's callback with short limits, for `test_proxy_end_to_end.py`; Serve's proxies import it by name."""
+"""A proxy's callback with short limits, for `test_life.py`; Serve's proxies import it by name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""`secateur serve` as a process on a real Ray: start, failures, open ports and shutdown."""
+"""`secateur serve` as a process on a real Ray, and a client's view of it: start, failures, open ports and shutdown."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -20,10 +21,13 @@ import psutil
 import pytest
 
 from tests.support.certificates import assert_speaks_tls_alone, self_signed
+from tests.support.deployments import free_port
 
 START_S = 240
 STOP_S = 60
 ROOT = Path(__file__).parents[3]
+PATHS = ("/health", "/v1/models")
+SHORT_LIMITS = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "tests.cluster.serve.short_proxy:middlewares"}
 
 
 class Serving(NamedTuple):
@@ -57,11 +61,13 @@ def wait_for(condition: Callable[[], object], timeout_s: float) -> None:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str, script: str = 'exec "$@"') -> Iterator[Serving]:
-    """Run the command in a shell script."""
+def serving(folder: Path, *arguments: str, script: str = 'exec "$@"', **environment: str) -> Iterator[Serving]:
+    """Run the command in a shell script. Without drafts, as a drafter is one more process to start."""
     stdout, stderr = folder / "stdout", folder / "stderr"
-    command = [sys.executable, "-m", "secateur", "serve", "--device", "cpu", "--port", "0", *arguments]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    fixed = ["--device", "cpu", "--no-speculation", "--port", "0"]
+    command = [sys.executable, "-m", "secateur", "serve", *fixed, *arguments]
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | environment
+    env |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
     with stdout.open("w") as out, stderr.open("w") as err:
         shell = subprocess.Popen(["sh", "-c", script, "sh", *command], env=env, cwd=folder, stdout=out, stderr=err)
     process = psutil.Process(shell.pid)
@@ -138,12 +144,87 @@ def test_a_port_in_use_is_reported_before_slow_imports(short: Path) -> None:
             assert "importing" not in said
 
 
+def refusal(response: httpx2.Response) -> str:
+    assert (response.status_code, response.headers["content-type"]) == (503, "application/json"), response.text
+    assert int(response.headers["retry-after"]) > 0
+    return response.json()["error"]["message"]
+
+
+def refusals_until_ready(url: str, one: Serving) -> set[tuple[str, str]]:
+    """Return with which message each of PATHS was refused, before all of them answer 200."""
+    found, left = set(), {*PATHS}
+
+    def ask_all() -> bool:
+        assert running(one.process), one.stderr.read_text()
+        for path in [*left]:
+            with suppress(httpx2.ConnectError):
+                response = httpx2.get(url + path, timeout=30, trust_env=False)
+                if response.status_code == 200:
+                    left.remove(path)
+                else:
+                    found.add((path, refusal(response)))
+        return not left
+
+    wait_for(ask_all, START_S)
+    return found
+
+
+def answer_to(port: int, sent: bytes) -> bytes:
+    """Return everything until the server closes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
+        with suppress(OSError):  # it had enough
+            sock.sendall(sent)
+        answer = b""
+        while part := sock.recv(1 << 16):
+            answer += part
+        return answer
+
+
+HEAD = b"GET /health HTTP/1.1\r\nHost: a\r\n"
+BEYOND_LIMITS = [
+    (HEAD, 408),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{", 408),
+    (HEAD + b"X: " + b"a" * (10 << 20) + b"\r\n\r\n", 431),
+    (HEAD + b"".join(b"X-%d: a\r\n" % number for number in range(100_000)) + b"\r\n", 431),
+]
+
+
+def interrupt_twice(url: str, one: Serving) -> None:
+    """Send SIGINT, and again, while an answer runs: it ends well, and what comes is told to come back."""
+    body = {"prompt": "def f", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    while_draining: list[str] = []
+
+    def ask_all() -> bool:
+        for path in PATHS:
+            now = httpx2.get(url + path, timeout=30, trust_env=False)
+            if now.status_code != 200:  # Serve has not heard yet
+                while_draining.append(refusal(now))
+        return bool(while_draining)
+
+    with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: {")
+        one.process.send_signal(signal.SIGINT)  # ignored, were it for the shell: it was started with &
+        wait_for(lambda: "Secateur is stopping; 2 more" in one.stderr.read_text(), STOP_S)
+        wait_for(ask_all, STOP_S)
+        one.process.send_signal(signal.SIGINT)
+        payloads = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert set(while_draining) == {"the service is draining or has ended; try again later"}
+    assert payloads[-1] == "[DONE]"
+    assert json.loads(payloads[-2])["choices"][0]["finish_reason"] == "length"
+
+
 @pytest.mark.serve
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_service_outlives_its_proxy_listens_on_loopback_alone_and_ends_in_order(short: Path) -> None:
-    with serving(short, script='"$@" & wait') as one:
-        url = ready(one)
+@pytest.mark.timeout(900)
+def test_clients_get_our_errors_from_start_to_end_and_the_service_outlives_its_proxy(short: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    # On a busy machine the running answer takes minutes; it ends when it has ended.
+    arguments = ["--port", str(port), "--shutdown-timeout", "300"]
+    with serving(short, *arguments, script='"$@" & wait', **SHORT_LIMITS) as one:
+        assert refusals_until_ready(url, one) == {(path, "the service is starting; try again later") for path in PATHS}
+        assert ready(one) == url
         said = one.stderr.read_text()
         # Not "starting the engine's processes", which may be too short to be seen.
         stages = ["starting Ray", "starting Ray Serve", "loading the model", "warming up", "ready"]
@@ -153,6 +234,11 @@ def test_the_service_outlives_its_proxy_listens_on_loopback_alone_and_ends_in_or
         assert len(seconds) > 1 and seconds == sorted(seconds)
 
         assert set(listening(one)) == {"127.0.0.1"}, listening(one)
+        assert httpx2.get(f"{url}/health", trust_env=False).json() == {"status": "ok"}
+        for sent, status in BEYOND_LIMITS:
+            assert answer_to(port, sent).startswith(b"HTTP/1.1 %d " % status)
+        odd = httpx2.get(f"{url}/v1/models", headers={b"X-Request-ID": b"caf\xe9"}, trust_env=False)
+        assert odd.status_code == 200
 
         [folder] = short.glob("secateur-*")
         [replica] = one.named("ray::ServeReplica")
@@ -167,9 +253,7 @@ def test_the_service_outlives_its_proxy_listens_on_loopback_alone_and_ends_in_or
         assert len(list(short.glob("secateur-*"))) == 1
 
         below = one.below()
-        one.process.send_signal(signal.SIGINT)  # ignored, were it for the shell: it was started with &
-        wait_for(lambda: "Secateur is stopping; 2 more" in one.stderr.read_text(), STOP_S)
-        one.process.send_signal(signal.SIGINT)
+        interrupt_twice(url, one)
         assert_ended(one, below)
         said = one.stderr.read_text()
         assert "Secateur is stopping; 1 more" in said

@@ -49,8 +49,8 @@ ACROSS: dict[str, Any] = {
     "deployment_config": {"graceful_shutdown_timeout_s": 1.0},
 }
 BESIDE_THE_HEAD: dict[str, Any] = {
-    "engine_kwargs": {"device": "cpu"},
-    "placement_group_config": {"strategy": "PACK", "bundles": [{"CPU": 1.0, "other": 0.1}] * 2},
+    "engine_kwargs": {"device": "cpu", "no_speculation": True},
+    "placement_group_config": {"strategy": "PACK", "bundles": [{"CPU": 1.0, "other": 0.1}]},
     "deployment_config": {"graceful_shutdown_timeout_s": 1.0},
 }
 
