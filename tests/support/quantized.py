@@ -2,6 +2,9 @@
 
 quantize(path, form) -> the same weights, dequantized by the format's own rule, float32, by name      FORMS: those known
 quantize_experts(path) -> the same, of a gpt-oss model, whose stacked experts are in MXFP4
+
+`pack` gives the words of compressed-tensors 0.20.0, for 2, 4 and 8 bits along both axes; AWQ and GPTQ weights have the
+values of AutoAWQ's `dequantize_gemm` and of AutoGPTQ's `QuantLinear` (compared once, 2026-11).
 """
 
 from __future__ import annotations
