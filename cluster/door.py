@@ -19,7 +19,7 @@ from workers.config import EngineConfig
 from workers.models.hub import headers_of, weight_files
 from workers.models.layers import Runtime, TensorParallel
 from workers.models.load import load_decoder
-from workers.models.specs import BlockSpec, DraftSpec, Eagle3Spec, FcHeadSpec, Specs
+from workers.models.specs import DraftSpec, ModelSpec, Specs
 
 
 def check_tensors(args: EngineArgs, config: EngineConfig, specs: Specs) -> None:
@@ -27,7 +27,7 @@ def check_tensors(args: EngineArgs, config: EngineConfig, specs: Specs) -> None:
     draft, drafter = config.draft, args.speculative_config
     has_own = draft is not None and drafter is not None and drafter.model is not None and draft.model_path
     with (
-        _unheard(logging.getLogger("workers.models")),
+        unheard(logging.getLogger("workers.models")),
         _hollow(args.model, Path(config.model_path)) as target,
         _hollow((drafter.model if has_own and drafter else "") or "", Path(draft.model_path if draft else "")) as head,
     ):
@@ -36,7 +36,7 @@ def check_tensors(args: EngineArgs, config: EngineConfig, specs: Specs) -> None:
             taps = () if specs.draft is None else specs.draft.tap_layers
             load_decoder(target, specs.target, runtime, taps, config.max_model_len)
             if draft is not None and specs.draft is not None:
-                _check_drafter(specs.draft, head if has_own else target, target, draft.tensor_parallel_size, config)
+                check_drafter(specs.draft, head if has_own else target, target, draft.tensor_parallel_size, config)
         except FileNotFoundError:  # what is here, or on the hub, is told when the weights are fetched
             return
         except ValueError as error:
@@ -44,27 +44,21 @@ def check_tensors(args: EngineArgs, config: EngineConfig, specs: Specs) -> None:
             raise ConfigError(told.replace(str(head), draft.model_path) if draft and has_own else told) from error
 
 
-def _check_drafter(spec: DraftSpec, path: Path, target: Path, size: int, config: EngineConfig) -> None:
-    from drafter.proposers.block import BlockHead
-    from drafter.proposers.eagle import FcHead
-    from drafter.proposers.eagle3 import Eagle3Head, PEagleHead
+def check_drafter(spec: DraftSpec, path: Path, target: Path, size: int, config: EngineConfig) -> None:
+    """Check the tensors of a drafter in a folder. size: of its ranks. Raises ValueError, FileNotFoundError."""
+    from drafter.methods import head_class
     from workers.models.fusion import load_fusion
 
     runtime = Runtime(tp=TensorParallel(0, size), device="meta")
-    match spec:
-        case Eagle3Spec():
-            (Eagle3Head if spec.mask_token_id is None else PEagleHead).load(spec, path, target, runtime)
-        case FcHeadSpec():
-            FcHead.load(spec, path, target, runtime)
-        case BlockSpec():
-            BlockHead.load(spec, path, target, runtime)
-        case _:
-            load_decoder(path, spec, runtime, max_model_len=config.max_model_len)
+    if isinstance(spec, ModelSpec):
+        load_decoder(path, spec, runtime, max_model_len=config.max_model_len)
+    else:
+        head_class(spec).load(spec, path, target, runtime)
     load_fusion(path, spec, "meta")
 
 
 @contextmanager
-def _unheard(logger: logging.Logger) -> Iterator[None]:
+def unheard(logger: logging.Logger) -> Iterator[None]:
     """Keep back what the loaders log: the ranks say it, and of their own devices."""
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -63,6 +63,7 @@ def build_service(
         replica=replica,
         api_key=args.api_key,
         api_keys=KeyFile(args.api_key_file) if args.api_key_file else None,
+        admin_api_key=args.admin_api_key,
         seed=args.seed,
         sampling_defaults=defaults,
         cors=_cors(args),

@@ -23,7 +23,7 @@ from drafter.proposers.base import (
 from drafter.proposers.block import BlockHead
 from drafter.proposers.eagle import FcHead
 from drafter.proposers.eagle3 import Eagle3Head, PEagleHead
-from drafter.proposers.feature_head import FeatureHead
+from drafter.proposers.feature_head import DraftHead, FeatureHead
 from drafter.proposers.ngram import MatchLengths, NgramProposer
 from drafter.proposers.one_pass import OnePassHead, OnePassProposer, ScratchPages
 from drafter.workspace import draft_workspace, pass_depth
@@ -35,7 +35,7 @@ from workers.kv_cache import kv_dtype
 from workers.kv_sizing import agree_on_pages
 from workers.models.layers import Runtime
 from workers.models.load import load_decoder
-from workers.models.specs import Eagle3Spec, Specs
+from workers.models.specs import BlockSpec, DraftSpec, Eagle3Spec, FcHeadSpec, Specs
 
 
 def load_proposer(world: World, specs: Specs, kernels: Kernels) -> Proposer:
@@ -69,6 +69,24 @@ def _load_model(world: World, draft: DraftConfig, specs: Specs, kernels: Kernels
         graphs = decoder_graphs(model, kv, config)
         tree_graphs = decoder_tree_graphs(model, vocab, kv, config) if _has_tree_graphs(world, kernels) else None
     return DraftModelProposer(model, vocab, kv, config.page_size, graphs, tree_graphs)
+
+
+def head_class(spec: DraftSpec) -> type[DraftHead]:
+    """Return the class of a head that reads the target's features."""
+    match spec:
+        case Eagle3Spec():
+            return Eagle3Head if spec.mask_token_id is None else PEagleHead
+        case FcHeadSpec():
+            return FcHead
+        case BlockSpec():
+            return BlockHead
+    raise TypeError(f"{type(spec).__name__} describes no head")
+
+
+def load_another_head(world: World, specs: Specs, kernels: Kernels, path: str) -> DraftHead:
+    """Load this rank's share of a head of the serving one's shape. Raises ValueError, OSError."""
+    assert specs.draft is not None
+    return head_class(specs.draft).load(specs.draft, path, world.config.model_path, _runtime(world, kernels))
 
 
 def _load_head(kind: type[FeatureHead]) -> Callable[[World, DraftConfig, Specs, Kernels], Proposer]:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 
 from drafter.drafter import Drafter, warm_up_requests
-from drafter.methods import load_proposer
+from drafter.head_loader import HeadLoader
+from drafter.methods import load_another_head, load_proposer
+from drafter.proposers.base import HeadProposer
 from drafter.tree.policy import make_tree_policy
 from workers.comm import groups
 from workers.comm.channel import Received, naming_lost_peers
@@ -24,7 +27,7 @@ from workers.models.draft_methods import method_of
 from workers.models.specs import Specs
 from workers.pulse import PULSE
 from workers.sampling.grammar import MASK_SECONDS, Grammars, TokenTable
-from workers.types import DraftRequest
+from workers.types import DraftRequest, NewHead
 
 logger = logging.getLogger(__name__)
 
@@ -77,15 +80,21 @@ def run(
     freeze_start_up()
     if link is not None and world.leads:
         world = world.connected(link)
-    _serve(world, drafter, has_noise=is_model)
+    heads = None
+    if isinstance(proposer, HeadProposer):
+        heads = HeadLoader(world, partial(load_another_head, world, specs, kernels), proposer.take)
+    _serve(world, drafter, heads, has_noise=is_model)
     if proposer.graphs is not None:
         proposer.graphs.release()
     groups.leave()
     logger.info("%s: stopped", world.role)
 
 
-def _serve(world: World, drafter: Drafter, *, has_noise: bool) -> None:
-    """Answer verifier 0 until it says STOP. has_noise: the drafter reads rows of noise, not single tokens' noise."""
+def _serve(world: World, drafter: Drafter, heads: HeadLoader | None, *, has_noise: bool) -> None:
+    """Answer verifier 0 until it says STOP.
+
+    heads: None = the drafter is no head. has_noise: it reads rows of noise, not single tokens' noise.
+    """
     has_started = False
     PULSE.serve()
     while (received := _next_message(world)).kind != Kind.STOP:
@@ -93,6 +102,13 @@ def _serve(world: World, drafter: Drafter, *, has_noise: bool) -> None:
             world.end_start_up()
             has_started = True
         if received.kind == Kind.HEARTBEAT:
+            continue
+        if isinstance(received.message, NewHead):
+            assert heads is not None
+            with naming_lost_peers(world.role, received.step):
+                state = heads.answer(received.message)
+            if world.link is not None:
+                world.link.send(state, received.step)
             continue
         assert isinstance(received.message, DraftRequest)
         with naming_lost_peers(world.role, received.step):

@@ -47,7 +47,8 @@ class EngineArgs(EngineSettings, Strict):
     """How to draft; the table below has its keys."""
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        yield from ((name, value) for name, value in super().__repr_args__() if name != "api_key")
+        secrets = ("api_key", "admin_api_key")
+        yield from ((name, value) for name, value in super().__repr_args__() if name not in secrets)
 
     @property
     def model_ids(self) -> tuple[str, ...]:
@@ -78,6 +79,10 @@ class EngineArgs(EngineSettings, Strict):
             problems += self._draft_rules(spec)
         if self.api_key is not None and not self.api_key.strip():
             problems.append(Problem("api_key", "is empty; write a key, or leave it out"))
+        if self.admin_api_key is not None and self.admin_api_key.strip() in ("", (self.api_key or "").strip()):
+            problems.append(
+                Problem("admin_api_key", "is empty or the api_key; write a key of its own, or leave it out")
+            )
         if self.api_key is not None and self.api_key_file is not None:
             problems.append(Problem("api_key_file", "contradicts api_key; write that key into the file, or keep one"))
         if self.batch_dir is not None and not self.batch_dir.startswith("/"):

@@ -295,6 +295,14 @@ class EngineSettings(Settings):
             metavar="FILE",
         ),
     ] = None
+    admin_api_key: Annotated[
+        str | None,
+        Flag(
+            "Serve /admin/drafter, which swaps the draft head, to who sends this key [the environment's "
+            "SECATEUR_ADMIN_API_KEY, else nobody]",
+            SERVING,
+        ),
+    ] = None
     ssl_certfile: Annotated[
         str | None,
         Flag("Speak HTTPS with this certificate (PEM)", SERVING, metavar="FILE", default="plain HTTP"),

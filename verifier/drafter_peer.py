@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from workers.comm.channel import Channel, ChannelOffer, PeerLost
 from workers.comm.ipc import DrafterLost
-from workers.comm.wire import Kind
-from workers.types import DraftReply, DraftRequest
+from workers.comm.wire import Message
+from workers.types import DraftReply, DraftRequest, HeadState, NewHead
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,16 @@ class DrafterPeer:
             except PeerLost as error:
                 self._lose(error)
 
-    def send(self, message: DraftRequest, step: int) -> bool:
-        """Send a step's message; return whether it was sent."""
+    def swap(self, message: NewHead, step: int) -> HeadState | None:
+        """Ask for another head and return how far it is; None if the drafter is lost. Call it between two steps."""
+        if self.channel is None or not self.send(message, step):
+            return None
+        reply = self._receive()
+        assert reply is None or isinstance(reply, HeadState)
+        return reply
+
+    def send(self, message: DraftRequest | NewHead, step: int) -> bool:
+        """Send a message; return whether it was sent."""
         assert self.channel is not None
         try:
             self.channel.send(message, step)
@@ -64,14 +72,18 @@ class DrafterPeer:
         return True
 
     def receive(self) -> DraftReply | None:
-        """Wait for the reply to a message; None if the drafter is lost."""
+        """Wait for the reply to a step's message; None if the drafter is lost."""
+        reply = self._receive()
+        assert reply is None or isinstance(reply, DraftReply)
+        return reply
+
+    def _receive(self) -> Message | None:
         assert self.channel is not None
         try:
             received = self.channel.receive()
         except PeerLost as error:
             self._lose(error)
             return None
-        assert received.kind == Kind.DRAFT_REPLY and isinstance(received.message, DraftReply)
         self._last_contact = time.monotonic()
         return received.message
 

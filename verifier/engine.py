@@ -21,6 +21,7 @@ from verifier.admission import rejection_reason, request_of
 from verifier.draft_batch import DraftBatch
 from verifier.drafter_peer import DrafterPeer
 from verifier.drafting import Drafting
+from verifier.head_swap import HeadSwap, LoadFuse
 from verifier.hidden_states import HiddenStateBuffer
 from verifier.prefix_cache import PrefixCache
 from verifier.request import NewTokens, Request
@@ -36,8 +37,10 @@ from workers.comm.ipc import (
     EngineStats,
     FrameSocket,
     FrontGone,
+    HeadSwapped,
     StepOutput,
     Submit,
+    SwapHead,
     TokenChunk,
     TokenLogprobs,
     TreeRecord,
@@ -51,6 +54,8 @@ GRAMMAR_FAILED = "grammar_failed"
 """Error code of a request whose output could not follow its grammar."""
 HEARTBEAT_S = 1.0
 """While idle, the engine sends a heartbeat this often. A peer that stays silent for longer is dead."""
+HEAD_POLL_S = 0.02
+"""While idle, the engine asks this often whether another head is loaded."""
 
 _ORDER = attrgetter("order")
 
@@ -60,7 +65,7 @@ class Engine:
 
     drafter: the link to drafter rank 0, or None without a drafter. num_pages: includes the null page. row_costs: the
     start-up profile of the target, for `auto`. offer_link: opens the link on which a lost drafter's successor connects;
-    None = the loss of the drafter ends the engine.
+    None = the loss of the drafter ends the engine. load_fuse: see `HeadSwap`.
     """
 
     def __init__(
@@ -72,10 +77,12 @@ class Engine:
         num_pages: int,
         row_costs: RowCosts = UNPROFILED,
         offer_link: Callable[[], ChannelOffer] | None = None,
+        load_fuse: LoadFuse | None = None,
     ) -> None:
         self._config = config
         self._target = target
         self._drafter = DrafterPeer(drafter, offer_link, self._drafter_lost)
+        self._heads = HeadSwap(self._drafter, target, load_fuse)
         self._front = front
         self._allocator = PageAllocator(num_pages)
         seats = range(1 + config.max_num_seqs, 1 + config.num_seats)
@@ -166,12 +173,16 @@ class Engine:
         """Read the front's messages. Without requests, or room for their tokens, wait for one and send heartbeats."""
         self._drafter.accept_successor()
         idle = self._front.is_behind or not (self._waiting or self._running)
-        for message in self._front.poll(HEARTBEAT_S if idle else 0.0):
+        wait_s = HEAD_POLL_S if self._heads.is_under_way else HEARTBEAT_S
+        for message in self._front.poll(wait_s if idle else 0.0):
             match message:
                 case Submit():
                     self._submit(message)
                 case Abort(id=id):
                     self._abort(id)
+                case SwapHead():
+                    self._report_swap(self._heads.begin(message))
+        self._report_swap(self._heads.advance(self._stats.steps))
         if idle and time.monotonic() - self._last_emit >= HEARTBEAT_S:
             self._target.heartbeat(self._stats.steps)
         self._drafter.keep_alive(self._stats.steps, HEARTBEAT_S)
@@ -186,6 +197,19 @@ class Engine:
         for request in (*self._waiting, *self._running):
             self._drop_drafter_of(request)
         self._front.send(message)
+
+    def _report_swap(self, ended: HeadSwapped | None) -> None:
+        """Tell the front of a swap's end. Running requests go on with the keys and values of both heads.
+
+        No token depends on these, and most of them are equal or alike. Later requests do not share those of the old
+        head, because a prefix that many of them have would keep it for ever.
+        """
+        if ended is None:
+            return
+        if ended.error is None:
+            self._allocator.forget_drafter()
+        num_drafts, num_accepted = self._stats.num_drafts, self._stats.num_accepted_tokens
+        self._front.send(replace(ended, num_drafts=num_drafts, num_accepted_tokens=num_accepted))
 
     def _drop_drafter_of(self, request: Request) -> None:
         request.has_drafter = False

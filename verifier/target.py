@@ -65,7 +65,7 @@ class Target:
         self._kv = kv
         self._page_size = page_size
         self._peers = peers
-        self._fuse = fuse
+        self.fuse = fuse
         self.state_pool = state_pool
         self.graphs = graphs
         self.grammars = grammars
@@ -122,7 +122,7 @@ class Target:
 
         Later steps do not overwrite them.
         """
-        if self._fuse is None:
+        if self.fuse is None:
             return None
         assert self._hidden is not None
         final_ND, taps_N3D = self._hidden
@@ -135,8 +135,8 @@ class Target:
 
         States are fused when they are fed, because most states of a request without drafts are never fed.
         """
-        assert self._fuse is not None
-        return self._fuse(state_NX)
+        assert self.fuse is not None
+        return self.fuse(state_NX)
 
     def processed(self, rows_R: Tensor) -> Tensor:
         """Rank 0: return the processed logits at some sampled rows of the last step, which had sampled drafts.

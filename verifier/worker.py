@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from workers.gc_freeze import freeze_start_up
 from workers.kernels.select import Kernels, kernels_for
 from workers.kv_cache import KVPool, kv_dtype
 from workers.kv_sizing import agree_on_pages
-from workers.models.draft_methods import method_of
+from workers.models.draft_methods import has_swappable_head, method_of
 from workers.models.fusion import load_fusion
 from workers.models.layers import Runtime
 from workers.models.load import load_decoder
@@ -84,7 +85,8 @@ def run(
         socket = ipc.FrontSockets(ipc.connect(front), ready)
         may_lose = config.draft is not None and config.draft.fallback
         offer_link = world.offer_link if may_lose else None
-        engine = Engine(config, target, world.link, socket, num_pages, row_costs, offer_link)
+        load_fuse = partial(_load_fuse, world, specs) if has_swappable_head(config.draft) else None
+        engine = Engine(config, target, world.link, socket, num_pages, row_costs, offer_link, load_fuse)
         try:
             engine.run()
         except ipc.FrontGone:
@@ -104,7 +106,7 @@ def load(world: World, specs: Specs, graphs_of: EngineConfig | None = None) -> t
     """
     config, spec = world.config, specs.target
     dtype = getattr(torch, config.dtype)
-    features = _feature_source(world, specs, dtype)
+    features = _feature_source(world, specs)
     kernels = kernels_for(world.device, config.kernels, config.enforce_eager)
     kv_type = kv_dtype(config, kernels, world.device)
     logger.info("%s: %s kernels on %s", world.role, kernels.NAME, world.device)
@@ -163,11 +165,16 @@ class _FeatureSource(NamedTuple):
     tap_layers: tuple[int, ...] = ()
 
 
-def _feature_source(world: World, specs: Specs, dtype: torch.dtype) -> _FeatureSource:
+def _feature_source(world: World, specs: Specs) -> _FeatureSource:
     draft, head = world.config.draft, specs.draft
     if not world.leads or draft is None or head is None or not method_of(draft).reads_features:
         return _FeatureSource()
-    width, fusion = specs.target.hidden_size, load_fusion(draft.model_path, head, world.device, dtype)
-    if fusion is None:
-        return _FeatureSource(lambda state_ND: state_ND, width)
-    return _FeatureSource(fusion, len(head.tap_layers) * width, head.tap_layers)
+    width, fuse = specs.target.hidden_size, _load_fuse(world, specs, draft.model_path)
+    return _FeatureSource(fuse, max(1, len(head.tap_layers)) * width, head.tap_layers)
+
+
+def _load_fuse(world: World, specs: Specs, path: str) -> Fuse:
+    """Read the fusion of a head of the shape that `specs` describes. Raises ValueError, OSError."""
+    assert specs.draft is not None
+    fusion = load_fusion(path, specs.draft, world.device, getattr(torch, world.config.dtype))
+    return fusion if fusion is not None else lambda state_ND: state_ND

@@ -311,6 +311,42 @@ class DraftReply:
     trace: TreeTrace | None = None  # of the G requests; None = nobody asked
 
 
+class HeadProgress(IntEnum):
+    """How far another head is. The drafter's ranks agree on the least of theirs."""
+
+    FAILED = 0
+    LOADING = 1
+    TAKEN = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewHead:
+    """Asks the drafter to load another head beside its own, and to take it over once all drafter ranks have it.
+
+    It is sent again and again until the reply says that this is done, or why it is not.
+    """
+
+    path_U: Tensor = field(metadata=column("uint8"))  # the head's folder, see `as_bytes`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadState:
+    """The drafter's reply to a NewHead, sent at once."""
+
+    progress: int  # HeadProgress
+    reason_U: Tensor = field(metadata=column("uint8"))  # why it failed; empty = it did not
+
+
+def as_bytes(text: str) -> Tensor:
+    """Return a text as uint8 [U], in UTF-8."""
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def as_text(bytes_U: Tensor) -> str:
+    """Return what `as_bytes` was given."""
+    return bytes(bytes_U.tolist()).decode()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRows:
     """Prompt rows of a step whose requests ask for the log-probability of the prompt's next token."""

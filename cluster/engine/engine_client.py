@@ -26,12 +26,14 @@ from workers.comm.ipc import (
     DrafterLost,
     EngineStats,
     FrameDecoder,
+    HeadSwapped,
     Message,
     Ready,
     RequestStats,
     Resumption,
     StepOutput,
     Submit,
+    SwapHead,
     TokenChunk,
     encode,
     unix_path_fits,
@@ -199,6 +201,9 @@ class EngineClient:
         self.on_loss: Callable[[str], None] = self.fail
         self.on_drafter_lost: Callable[[DrafterLost], None] = lambda _: None
         self.drafter_lost: DrafterLost | None = None  # while the engine is without its drafter
+        self.swaps: list[HeadSwapped] = []
+        """The heads that took the place of the configured one, in turn."""
+        self._asked_swaps: dict[int, asyncio.Future[HeadSwapped]] = {}
         self._cause_wait_s = cause_wait_s
         self._neighbours = neighbours
         self._ids = itertools.count(1) if neighbours is None else itertools.count(neighbours.number, MAX_FRONTS)
@@ -334,6 +339,23 @@ class EngineClient:
         """Tell the engine, if there is one, where another front listens. Do so again and again; see `Connect`."""
         self._send(Connect(number=number, address=address))
 
+    async def swap_head(self, path: str) -> HeadSwapped:
+        """Let the drafter load another head and go on with it; return the end. Raises EngineDead."""
+        if self._writer is None or self.ready is None:
+            raise EngineDead(self._death or self._interruption or "the engine is not connected yet")
+        id = self.new_id()
+        ended = self._asked_swaps[id] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(SwapHead(id=id, path=path))
+            return await ended
+        finally:
+            del self._asked_swaps[id]
+
+    def _fail_swaps(self, reason: str) -> None:
+        for ended in self._asked_swaps.values():
+            if not ended.done():
+                ended.set_exception(EngineDead(reason))
+
     def abort(self, id: int) -> None:
         """End a request that is not finished. Call it while `arrivals` yields; what has come is still yielded."""
         if (pending := self._forget(id)) is not None:
@@ -368,6 +390,7 @@ class EngineClient:
         logger.error("engine lost with %d requests in flight: %s", len(self._pending), reason)
         self._interruption, self.drafter_lost = reason, None
         self._disconnect()
+        self._fail_swaps(reason)
         for id, pending in list(self._pending.items()):
             if pending.num_sent > MAX_REPLAYS:
                 self._forget(id)
@@ -395,6 +418,7 @@ class EngineClient:
         self._death = reason
         if self._loss is not None:
             self._loss.cancel()
+        self._fail_swaps(reason)
         for id, pending in list(self._pending.items()):
             pending.inbox.fail(EngineDead(reason))
             self._forget(id)
@@ -456,6 +480,11 @@ class EngineClient:
                 self.stats.has_drafter = False  # the step's own statistics follow
                 self.drafter_lost = message
                 self.on_drafter_lost(message)
+            case HeadSwapped():
+                if message.error is None:
+                    self.swaps.append(message)
+                if (ended := self._asked_swaps.get(message.id)) is not None and not ended.done():
+                    ended.set_result(message)
             case Ready():
                 self.ready, self._interruption = message, None
                 for pending in self._pending.values():

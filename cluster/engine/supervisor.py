@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from cluster.engine.drafter_restart import DrafterRestart
@@ -165,6 +166,7 @@ class Supervisor:
 
         link: the address that an engine offers to a new drafter. flags: of the first rank, see `RankHost.start`.
         """
+        config = self._with_head(config)
         env = {PULSE_VARIABLE: self._pulse} | ({DRAFT_LINK_VARIABLE: link} if link else {})
         start = partial(self._host.start, config=config, specs=specs, env=env)
         first, *others = ranks
@@ -172,6 +174,16 @@ class Supervisor:
         await asyncio.gather(*(start(rank, flags={"store": store}) for rank in others))
         for rank in ranks:
             self._runs[rank] = asyncio.create_task(self._host.wait(rank))
+
+    def _with_head(self, config: EngineConfig) -> EngineConfig:
+        """Return the configuration with the draft head that was swapped in last, unless its folder is gone."""
+        if config.draft is None or not self._client.swaps:
+            return config
+        path = self._client.swaps[-1].path
+        if not Path(path).is_dir():
+            logger.error("the draft head %s is gone; the configured one takes its place", path)
+            return config
+        return replace(config, draft=replace(config.draft, model_path=path))
 
     def _tolerate_drafter_loss(self, config: EngineConfig, specs: Specs) -> None:
         """Replace a drafter that is lost from now on. config: with the pages that the engine's ranks have agreed on."""

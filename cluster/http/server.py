@@ -38,6 +38,7 @@ from cluster.http.error_handlers import add_error_handlers
 from cluster.http.json_bodies import check_json
 from cluster.http.middleware import Gate, Observer
 from cluster.http.paths import PathMiddleware
+from cluster.http.routes.admin import add_admin_routes
 from cluster.http.routes.batches import add_batch_routes, add_file_routes
 from cluster.http.routes.completions import add_completion_routes
 from cluster.http.routes.messages import add_message_routes
@@ -58,6 +59,7 @@ ROUTES = (
     add_stored_response_routes,
     add_model_routes,
     add_operation_routes,
+    add_admin_routes,
     add_file_routes,
     add_batch_routes,
 )

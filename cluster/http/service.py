@@ -101,6 +101,8 @@ class Service:
     api_key: str | None = None
     api_keys: ApiKeys | None = None
     """Returns the keys valid now; None = `api_key` alone, or no keys."""
+    admin_api_key: str | None = None
+    """The key of the routes that change the service; None = nobody may."""
     seed: int | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """The model's sampling parameters for requests that leave them out; its `max_tokens` applies to chats alone."""
@@ -187,6 +189,44 @@ class Service:
             else entry
             for entry in (ready.topology if ready else [])
         ]
+
+    def heads(self) -> list[dict[str, Any]]:
+        """Return the draft heads so far, in turn, with what the target accepted of each; the last one drafts now.
+
+        An engine that replaces a lost one counts from 0.
+        """
+        draft, swaps, stats = self.config.draft, self.engine.swaps, self.engine.stats
+        if draft is None:
+            return []
+        ends = [(swap.num_drafts, swap.num_accepted_tokens) for swap in swaps]
+        ends.append((stats.num_drafts, stats.num_accepted_tokens))
+        heads: list[dict[str, Any]] = []
+        drafts_before = accepted_before = 0
+        for version, (path, (drafts, accepted)) in enumerate(
+            zip([draft.model_path, *(swap.path for swap in swaps)], ends, strict=True)
+        ):
+            is_later = drafts >= drafts_before and accepted >= accepted_before
+            num_drafts = drafts - drafts_before * is_later
+            num_accepted = accepted - accepted_before * is_later
+            heads.append(
+                {
+                    "version": version,
+                    "model": path,
+                    "num_drafts": num_drafts,
+                    "num_accepted_tokens": num_accepted,
+                    "accepted_per_draft": num_accepted / num_drafts if num_drafts else None,
+                }
+            )
+            drafts_before, accepted_before = drafts, accepted
+        return heads
+
+    def head_before(self) -> str:
+        """Return the folder of the head that drafted before this one. Raises BadRequest without one."""
+        heads = self.heads()
+        if len(heads) < 2:
+            raise BadRequest("no head was swapped yet; name one", param="model")
+        path: str = heads[-2]["model"]
+        return path
 
     def owner(self, request: Request) -> str | None:
         """Return what identifies the API key of a request, to which belongs what it stores; None without keys."""

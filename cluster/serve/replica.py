@@ -67,7 +67,8 @@ class Replica:
         _bind_replica_to_its_node()
         report_stage("reading the model's configuration and tokenizer")
         key = None if args.get("api_key_file") else os.environ.get("SECATEUR_API_KEY") or None
-        self._args = EngineArgs.load({"api_key": key, **args})
+        admin_key = os.environ.get("SECATEUR_ADMIN_API_KEY") or None
+        self._args = EngineArgs.load({"api_key": key, "admin_api_key": admin_key, **args})
         check_files(self._args)
         self._client = EngineClient()
         self._cannot_tokenize_since = math.inf

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafter.proposers.feature_head import DraftHead, FeatureHead
+from drafter.proposers.feature_head import DraftHead, FeatureHead, replace_weights
 from drafter.tree.frontier import DraftVocabulary, Frontier, RootLogits, TreeRoots
 from drafter.tree.grow import DraftDistributions
 from drafter.tree.tree_graphs import TreeGraphs
@@ -87,6 +87,13 @@ class HeadProposer(Generic[Head]):
         self.width = head.width  # of the features
         self.graphs = graphs
         self._head, self._kv, self._page_size = head, kv, page_size
+
+    def take(self, head: Head) -> None:
+        """Draft with the weights of another head of the same shape; see `replace_weights`. The KV pool stays as it is.
+
+        Raises ValueError.
+        """
+        replace_weights(self._head, head, in_place=self.graphs is not None or self.tree_graphs is not None)
 
     def _run(self, tokens: Tensor, features: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
         if self.graphs is not None:

@@ -8,7 +8,10 @@ Legend: M packed rows, V vocabulary, H draft hidden width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,7 +22,7 @@ from workers.kv_cache import KVPool
 from workers.models.base import PagedModel
 from workers.models.checkpoint import Weights, text_name
 from workers.models.decoder import is_legacy
-from workers.models.layers import ON_CPU, HeadSplit, RankWeights, Runtime, VocabHead
+from workers.models.layers import ON_CPU, HeadSplit, RankWeights, Runtime, TensorParallel, VocabHead
 from workers.models.rope import Rope
 from workers.models.specs import ModelSpec, check_parallel
 
@@ -147,3 +150,35 @@ def load_target_ids(weights: Weights, draft_vocab_size: int, vocab_size: int) ->
     if ids.unique().numel() != draft_vocab_size or ids.min() < 0 or ids.max() >= vocab_size:
         raise ValueError(f"{weights.path}: d2t does not map to distinct tokens of a vocabulary of {vocab_size}")
     return ids
+
+
+def replace_weights(old: DraftHead, new: DraftHead, *, in_place: bool) -> None:
+    """Give a head the weights of another one of its shape; the new one is used up.
+
+    in_place: keep the addresses, which CUDA graphs have captured. Raises ValueError if the layout differs, before
+    anything is changed.
+    """
+    if not in_place:
+        vars(old).update(vars(new) | {"vocab": old.vocab})
+        return
+    own, others = list(_tensors(old)), list(_tensors(new))
+    if [(each.shape, each.dtype) for each in own] != [(each.shape, each.dtype) for each in others]:
+        raise ValueError("its weights are stored in another layout; take a head that is stored as the serving one is")
+    with torch.inference_mode():
+        for weight, other in zip(own, others, strict=True):
+            weight.copy_(other)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the weights below an object, always in the same order. A vocabulary is the same for both heads."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+    elif is_dataclass(value) and not isinstance(value, TensorParallel | DraftVocabulary):
+        for spec in fields(value):
+            yield from _tensors(getattr(value, spec.name))
+    elif hasattr(value, "__dict__") and not isinstance(value, ModuleType | type | DraftVocabulary):
+        for part in vars(value).values():
+            yield from _tensors(part)

@@ -98,8 +98,17 @@ class OnePassProposer(HeadProposer[OnePassHead]):
     ) -> None:
         super().__init__(head, kv, page_size, graphs)
         self._scratch = scratch
-        self._feature_1H = {"cpu": head.feature_1H.cpu(), head.device.type: head.feature_1H}  # where the link ends
+        self._read_feature()
         self._block: Block
+
+    def take(self, head: OnePassHead) -> None:
+        """See `HeadProposer`."""
+        super().take(head)
+        self._read_feature()
+
+    def _read_feature(self) -> None:
+        feature_1H = self._head.feature_1H
+        self._feature_1H = {"cpu": feature_1H.cpu(), feature_1H.device.type: feature_1H}  # where the link ends
 
     def extend(self, request: DraftRequest) -> Tensor:
         """See `Proposer`."""

@@ -16,6 +16,7 @@ from secateur.cli.batch import batch_app
 from secateur.cli.bench import bench_app
 from secateur.cli.command import Command
 from secateur.cli.completion import COMPLETE_VARIABLE, completion, prepare_completion
+from secateur.cli.drafter import drafter_app
 from secateur.cli.serving import plan, serve
 from secateur.cli.setup import download, env
 from secateur.cli.talking import chat, complete
@@ -38,6 +39,7 @@ for command in (serve, plan, download, complete, chat, top, env, completion):
     app.command(cls=Command)(command)
 app.add_typer(batch_app, name="batch")
 app.add_typer(bench_app, name="bench")
+app.add_typer(drafter_app, name="drafter")
 
 
 @app.callback(invoke_without_command=True)

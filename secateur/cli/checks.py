@@ -24,6 +24,8 @@ def checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
     args = engine_args_from(flags)
     if flags.get("api_key") is None and args.api_key_file is None and (key := os.environ.get("SECATEUR_API_KEY")):
         args = args.model_copy(update={"api_key": key})
+    if args.admin_api_key is None and (key := os.environ.get("SECATEUR_ADMIN_API_KEY")):
+        args = args.model_copy(update={"admin_api_key": key})
     if not os.environ.get("RAY_ADDRESS"):  # on a cluster, the files are on another machine
         check_files(args)
     resolve_model(args.model)

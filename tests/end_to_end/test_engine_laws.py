@@ -208,3 +208,30 @@ def test_whole_texts_of_coupled_drafts_follow_the_targets_law():
     with crowd(SERVICES["traversal, tree"]) as engine:
         texts = engine.texts(kinds)
     assert_law(texts, kinds)
+
+
+class Changing(Mild):
+    """A draft model that is another one at every step."""
+
+    is_other = False
+
+    def draft(self, context: list[int]) -> np.ndarray:
+        return self.target(context) + (self._wrong.T if self.is_other else self._wrong)[context[-1]]
+
+
+CHANGING = Changing()
+
+
+class Swapping(Crowd):
+    def step(self) -> None:
+        CHANGING.is_other = not CHANGING.is_other
+        super().step()
+
+
+def test_whole_texts_follow_the_targets_law_although_the_head_changes_between_any_two_steps() -> None:
+    how = Service()
+    with Swapping(CHANGING, how.method, how.tree, num_pages=1500, max_num_seqs=100) as engine:
+        texts = engine.texts(SAMPLED_KINDS)
+        stats = engine.frames[-1].stats
+    assert 0 < stats.num_accepted_tokens < stats.num_verified_tokens
+    assert_law(texts, SAMPLED_KINDS)

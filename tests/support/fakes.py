@@ -229,7 +229,7 @@ class FakeTarget(Target):
         return drawn
 
     def states(self) -> Tensor | None:
-        if self._fuse is None:
+        if self.fuse is None:
             return None
         last = self.steps[-1]
         return torch.stack([last.position_N.float(), last.token_N.float()], dim=1)

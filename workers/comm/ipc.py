@@ -1,9 +1,9 @@
 """The socket between a service front and its engine: length-prefixed msgpack frames, duplex.
 
-The front sends `Submit` and `Abort`. The engine sends a `StepOutput` for every step that produced output, and a
-`DrafterLost` if it loses its drafter. On two cores, a frame takes 0.2 ms from write to read, where a Ray streaming
-method takes 1.1 ms. `FrameSocket` is the engine's end, which never blocks the step loop, and `FrontSockets` that of an
-engine with several fronts. The asyncio end needs only `encode` and `FrameDecoder`.
+The front sends `Submit`, `Abort` and `SwapHead`. The engine sends a `StepOutput` for every step that produced output, a
+`DrafterLost` if it loses its drafter, and a `HeadSwapped` for each `SwapHead`. On two cores, a frame takes 0.2 ms from
+write to read, where a Ray streaming method takes 1.1 ms. `FrameSocket` is the engine's end, which never blocks the step
+loop, and `FrontSockets` that of an engine with several fronts. The asyncio end needs only `encode` and `FrameDecoder`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from operator import add, attrgetter
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import msgpack
 
@@ -262,8 +262,27 @@ class DrafterLost:
     link: str  # holds a secret
 
 
-Message = Submit | Abort | Connect | StepOutput | Ready | DrafterLost
-_KINDS: dict[str, type] = {kind.__name__: kind for kind in (Submit, Abort, Connect, StepOutput, Ready, DrafterLost)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapHead:
+    """Let the drafter go on with another head of the same method and shape."""
+
+    id: int  # of the front's requests
+    path: str  # the head's folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSwapped:
+    """The end of a swap, told to all fronts: from here on trees are those of the new head, unless there is an error."""
+
+    id: int
+    path: str
+    error: str | None = None
+    num_drafts: int = 0  # the engine's counts at the swap
+    num_accepted_tokens: int = 0
+
+
+Message = Submit | Abort | Connect | StepOutput | Ready | DrafterLost | SwapHead | HeadSwapped
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:

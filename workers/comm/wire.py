@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.types import DraftReply, DraftRequest, TargetStep
+from workers.types import DraftReply, DraftRequest, HeadState, NewHead, TargetStep
 
 _ALIGN = 16
 _PADDING = [bytes(count) for count in range(_ALIGN)]
@@ -34,6 +34,8 @@ class Kind(IntEnum):
     DRAFT_REPLY = 3
     TARGET_STEP = 4
     PROBE = 5
+    NEW_HEAD = 6
+    HEAD_STATE = 7
 
 
 class Column(NamedTuple):
@@ -103,11 +105,13 @@ def _column_of(spec: Field[Any], kind: Any) -> Column:
     return Column(spec.name, np.dtype(wire), np.dtype(memory), ndim, kind is np.ndarray)
 
 
-Message = DraftRequest | DraftReply | TargetStep
+Message = DraftRequest | DraftReply | TargetStep | NewHead | HeadState
 _MESSAGES: dict[Kind, type[Message]] = {
     Kind.DRAFT_REQUEST: DraftRequest,
     Kind.DRAFT_REPLY: DraftReply,
     Kind.TARGET_STEP: TargetStep,
+    Kind.NEW_HEAD: NewHead,
+    Kind.HEAD_STATE: HeadState,
 }
 _KINDS = {message: kind for kind, message in _MESSAGES.items()}
 _LAYOUTS = {kind: Layout.of(message) for kind, message in _MESSAGES.items()}

@@ -79,6 +79,11 @@ def method_of(draft: DraftConfig) -> DraftMethod:
     return METHODS[draft.method]
 
 
+def has_swappable_head(draft: DraftConfig | None) -> bool:
+    """Return whether the drafter is a head with weights of its own, in whose place another one can be loaded."""
+    return draft is not None and method_of(draft).reads_features and method_of(draft).weights == "own"
+
+
 def check_kinds(target: Path, draft: DraftConfig | None) -> None:
     """Check what config.json says of a target and of its drafter, which may differ from what `draft` expects.
 

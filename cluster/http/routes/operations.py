@@ -60,5 +60,6 @@ def add_operation_routes(app: FastAPI, service: Service) -> None:
             "num_pages": ready.num_pages if ready else 0,
             "num_state_checkpoints": ready.num_state_checkpoints if ready else 0,
             "sampling_defaults": dict(service.sampling_defaults),
+            "draft_heads": service.heads(),
             "config": asdict(service.config),
         }

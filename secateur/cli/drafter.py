@@ -1,0 +1,82 @@
+"""`secateur drafter`: swaps the draft head of a running service."""
+
+# No `from __future__ import annotations` here: typer reads the annotations below as objects.
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from secateur.cli.command import Command
+from secateur.cli.options import AsJson
+from secateur.cli.usage import Group
+
+drafter_app = typer.Typer(
+    cls=Group, help="Swap the draft head of a running service.", no_args_is_help=True, rich_markup_mode=None
+)
+
+Service = Annotated[str, typer.Option("--base-url", "--url", help="The running service.")]
+AdminKey = Annotated[
+    str | None,
+    typer.Option(
+        "--admin-api-key", help="Default: the environment's SECATEUR_ADMIN_API_KEY, which `ps` does not show."
+    ),
+]
+DEFAULT_URL = "http://127.0.0.1:8000"
+_TIMEOUT_S = 3600.0
+"""A head may be fetched from the hub first."""
+
+
+@drafter_app.command("swap", cls=Command)
+def swap(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A folder of the service's machine, or a hub id.")],
+    base_url: Service = DEFAULT_URL,
+    admin_api_key: AdminKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let a running service draft with another head of the same method and shape. No token changes.
+
+    Example: secateur drafter swap ./my-head --base-url http://127.0.0.1:8000
+    """
+    path = Path(folder).expanduser()
+    _swap(str(path.resolve()) if path.is_dir() else folder, base_url, admin_api_key, as_json=as_json)
+
+
+@drafter_app.command("rollback", cls=Command)
+def rollback(base_url: Service = DEFAULT_URL, admin_api_key: AdminKey = None, as_json: AsJson = False) -> None:
+    """Go back to the head that drafted before the present one.
+
+    Example: secateur drafter rollback --base-url http://127.0.0.1:8000
+    """
+    _swap(None, base_url, admin_api_key, as_json=as_json)
+
+
+def _swap(model: str | None, base_url: str, key: str | None, *, as_json: bool) -> None:
+    import httpx2
+
+    from secateur.client import check_base_url
+    from secateur.errors import APIConnectionError, SecateurError
+
+    check_base_url(base_url)
+    headers = {"Authorization": f"Bearer {key or os.environ.get('SECATEUR_ADMIN_API_KEY', '')}"}
+    url = f"{base_url.rstrip('/').removesuffix('/v1')}/admin/drafter"
+    try:
+        response = httpx2.post(url, json={"model": model}, headers=headers, timeout=_TIMEOUT_S)
+    except httpx2.HTTPError as error:
+        raise APIConnectionError(f"no answer from {base_url}: {error}") from None
+    if response.is_error:
+        try:
+            message = response.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = f"{url} answered with status {response.status_code}"
+        raise SecateurError(message)
+    answer: dict[str, Any] = response.json()
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    old, new = answer["old"], answer["new"]
+    accepted = old["accepted_per_draft"]
+    told = "nothing was drafted with it" if accepted is None else f"{accepted:.2f} tokens accepted per draft"
+    typer.echo(f"replica {answer['replica']}: {new['model']} drafts now, as version {new['version']}")
+    typer.echo(f"before: {old['model']}, {told}")

@@ -1,0 +1,199 @@
+"""Draft heads that are swapped while requests run: no token changes, whatever else happens to them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cluster.engine.engine_client import EngineClient
+from cluster.engine.local_engine import LocalEngine
+from cluster.local_service import local_service
+from secateur.cli import main
+from secateur.config import EngineArgs
+from tests.support.engines import BUNDLED, DYNAMIC, bundled, prompts
+from workers.comm.ipc import Speculation, Submit
+from workers.config import EngineConfig
+from workers.sampling.grammar import grammar_text
+from workers.settings import Constraints, SamplingSettings
+
+pytestmark = pytest.mark.slow
+
+LENGTH = 60
+NUM_SWAPS = 20
+SERVING = BUNDLED / "eagle3"
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a head whose weights differ so much that it drafts other tokens."""
+    folder = copytree(SERVING, tmp_path_factory.mktemp("head") / "other")
+    generator = torch.Generator().manual_seed(1)
+    for file in folder.glob("*.safetensors"):
+        weights = load_file(file)
+        for name, weight in weights.items():
+            if weight.is_floating_point():
+                noise = torch.randn(weight.shape, generator=generator) * weight.float().std()
+                weights[name] = (weight.float() + 0.3 * noise).to(weight.dtype)
+        save_file(weights, file)
+    return folder
+
+
+def submits() -> list[Submit]:
+    """Return greedy, seeded and constrained requests."""
+    grammar = Constraints(grammar=grammar_text("regex", r"[a-z ]{40,200}"))
+    kinds = [
+        SamplingSettings(temperature=0.0),
+        SamplingSettings(seed=5),
+        SamplingSettings(seed=6, temperature=0.7, top_p=0.9, constraints=Constraints(frequency_penalty=0.5)),
+        SamplingSettings(seed=7, constraints=grammar),
+    ]
+    return [
+        Submit(id=0, prompt=prompt, max_tokens=LENGTH, sampling=kinds[i % 4], ignore_eos=i % 4 != 3)
+        for i, prompt in enumerate(prompts(8))
+    ]
+
+
+async def answer(client: EngineClient, submit: Submit) -> list[int]:
+    chunks = [chunk async for chunk in client.submit(replace(submit, id=client.new_id()))]
+    assert chunks[-1].finish_reason != "error", chunks[-1].error
+    return [token for chunk in chunks for token in chunk.tokens]
+
+
+def engine(tp: int, num_pages: int | None = None) -> EngineConfig:
+    config = bundled(DYNAMIC, tp=tp, draft_tp=tp, num_pages=num_pages)
+    return replace(config, tokenizer_path=str(BUNDLED / "target"), eos_token_ids=(0, 2))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_twenty_swaps_in_mid_stream_change_no_token(other: Path, tp: int) -> None:
+    asked = submits()
+    # Of all at once; too few pages for that, so requests are preempted.
+    pages = max(len(submit.prompt) for submit in asked) + LENGTH
+    num_pages = 3 * engine(tp).pages_for(pages)
+
+    async def run() -> None:
+        local = LocalEngine(engine(tp, num_pages))
+        async with local as client:
+            plain = [await answer(client, replace(own, speculation=Speculation(enabled=False))) for own in asked]
+            accepted = client.stats.num_accepted_tokens
+            in_flight = 0
+
+            async def swaps() -> None:
+                nonlocal in_flight
+                while len(client.swaps) < NUM_SWAPS:
+                    ended = await client.swap_head(str(SERVING if len(client.swaps) % 2 else other))
+                    assert ended.error is None
+                    in_flight += client.num_pending > 0
+
+            swapping = asyncio.create_task(swaps())
+            while not swapping.done():
+                assert await asyncio.gather(*(answer(client, own) for own in asked)) == plain
+            await swapping
+            assert in_flight >= NUM_SWAPS - 1
+            assert client.stats.num_accepted_tokens > accepted and client.stats.num_preemptions > 0
+
+    asyncio.run(run())
+
+
+def test_a_drafter_that_dies_while_it_loads_costs_the_swap_alone(other: Path) -> None:
+    """The drafter that takes its place has the head that drafted last."""
+    asked = submits()[:4]
+
+    async def run() -> None:
+        local = LocalEngine(engine(1))
+        async with local as client:
+            plain = [await answer(client, replace(own, speculation=Speculation(enabled=False))) for own in asked]
+            running = [asyncio.create_task(answer(client, own)) for own in asked]
+            os.kill(local.pids[-1], signal.SIGSTOP)  # so that it does not load first
+            swapping = asyncio.create_task(client.swap_head(str(other)))
+            await asyncio.sleep(0.1)
+            os.kill(local.pids[-1], signal.SIGKILL)
+            ended = await swapping
+            assert ended.error is not None and "lost" in ended.error and not client.swaps
+            assert await asyncio.gather(*running) == plain
+            while client.drafter_lost is not None:
+                await asyncio.sleep(0.1)
+            assert (await client.swap_head(str(other))).error is None
+            assert [await answer(client, own) for own in asked] == plain
+            os.kill(local.pids[-1], signal.SIGKILL)
+            while client.drafter_lost is None:
+                await asyncio.sleep(0.1)
+            while client.drafter_lost is not None:
+                await asyncio.sleep(0.1)
+            assert [await answer(client, own) for own in asked] == plain
+
+    asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    settings = {"port": 0, "device": "cpu", "admin_api_key": "boss", "api_key": "user"}
+    with local_service(EngineArgs.load(settings)) as url:
+        yield url
+
+
+def swap(url: str, body: dict[str, Any], key: str = "boss") -> httpx2.Response:
+    return httpx2.post(f"{url}/admin/drafter", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+
+
+def test_over_http_the_answer_has_both_heads_and_what_was_accepted(url: str, other: Path) -> None:
+    body = {"prompt": "def f(x):\n", "max_tokens": 40, "temperature": 0, "speculative": {"tree_prune": "off"}}
+    user = {"Authorization": "Bearer user"}
+
+    def text() -> str:
+        answered = httpx2.post(f"{url}/v1/completions", json=body, headers=user, timeout=60).json()
+        told: str = answered["choices"][0]["text"]
+        return told
+
+    assert swap(url, {"model": None}).status_code == 400
+    first = text()
+    there = swap(url, {"model": str(other)}).json()
+    assert (there["old"]["model"], there["new"]["model"]) == (str(SERVING), str(other))
+    assert there["old"]["accepted_per_draft"] > 1 and there["new"]["num_drafts"] == 0
+    assert text() == first
+    back = swap(url, {"model": None}).json()
+    assert (back["old"]["model"], back["new"]["model"]) == (str(other), str(SERVING))
+    assert back["old"]["accepted_per_draft"] < there["old"]["accepted_per_draft"]
+    assert text() == first
+    heads = httpx2.get(f"{url}/server_info", headers=user).json()["draft_heads"]
+    assert [head["version"] for head in heads] == [0, 1, 2] and heads[2]["num_drafts"] > 0
+
+
+def test_a_head_that_does_not_fit_is_refused_by_name(url: str, other: Path, tmp_path: Path) -> None:
+    assert swap(url, {"model": str(other)}, key="user").status_code == 401
+    broken = copytree(other, tmp_path / "broken")
+    [file] = broken.glob("*.safetensors")
+    weights = load_file(file)
+    del weights["norm.weight"]
+    save_file(weights, file)
+    for folder, told in (
+        (BUNDLED / "draft", "is not an EAGLE-3 head"),
+        (BUNDLED / "smollm2-eagle3", "vocabulary of 49152"),
+        (broken, "norm.weight"),
+        (tmp_path / "none", "no model at"),
+    ):
+        refused = swap(url, {"model": str(folder)})
+        assert refused.status_code == 400 and told in refused.json()["error"]["message"], refused.text
+
+
+def test_the_command_swaps_and_rolls_back(
+    url: str, other: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECATEUR_ADMIN_API_KEY", "boss")
+    assert main(["drafter", "swap", str(other), "--url", url]) == 0
+    assert f"{other} drafts now" in capsys.readouterr().out
+    assert main(["drafter", "rollback", "--base-url", url]) == 0
+    assert f"before: {other}" in capsys.readouterr().out
+    assert main(["drafter", "swap", str(BUNDLED / "draft"), "--url", url]) == 1
+    assert "is not an EAGLE-3 head" in capsys.readouterr().err
