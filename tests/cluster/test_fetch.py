@@ -11,7 +11,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from cluster.fetch import download
+from cluster.fetch import download, main
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from tests.support import checkpoints
@@ -54,20 +54,31 @@ def test_a_pod_without_network_waits_until_the_job_has_fetched_every_model(tmp_p
     assert sum(file.endswith(".safetensors") for file in fetched) == len(published) > 2
 
 
+def test_what_the_hub_does_not_have_is_an_error(tmp_path: Path) -> None:
+    with fake_hub(tmp_path) as hub:
+        environment = {**os.environ, "HF_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": hub.url}
+        environment.pop("HF_HUB_OFFLINE", None)
+        ended = subprocess.run(
+            [*MODULE, "example/nothing"], env=environment, capture_output=True, text=True, timeout=120
+        )
+    assert ended.returncode and "cannot find checkpoint 'example/nothing'" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["example/nothing"], "cannot find checkpoint 'example/nothing'"),
         (["/nowhere"], "no checkpoint folder at '/nowhere'"),
         (["--wait", "example/target"], "--wait needs HF_HUB_OFFLINE=1"),
     ],
 )
-def test_what_cannot_be_fetched_is_an_error(tmp_path: Path, arguments: list[str], told: str) -> None:
-    with fake_hub(tmp_path) as hub:
-        environment = {**os.environ, "HF_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": hub.url}
-        environment.pop("HF_HUB_OFFLINE", None)
-        ended = subprocess.run([*MODULE, *arguments], env=environment, capture_output=True, text=True, timeout=120)
-    assert ended.returncode and told in ended.stderr and "Traceback" not in ended.stderr
+def test_what_cannot_be_fetched_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code and told in f"{ended.value.code} {capsys.readouterr().err}"
 
 
 def test_download_fetches_a_model_and_its_drafter_into_the_cache_that_serve_uses(tmp_path: Path) -> None:
