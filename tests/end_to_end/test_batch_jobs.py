@@ -1,6 +1,6 @@
 """/v1/batches on a real engine: a service killed in the middle of a batch, and its successor on the same folder.
 
-`--full` sends 5,000 lines instead of 120.
+`--full` sends 5,000 lines instead of 80.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from tests.support.fake_service import wait_for
 from tests.support.service_process import service_process
 
-NUM_LINES, NUM_LINES_FULL = 120, 5000
+NUM_LINES, NUM_LINES_FULL = 80, 5000
 ENDPOINT = "/v1/completions"
 PROGRESS_S = 1800.0
 

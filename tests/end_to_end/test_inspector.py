@@ -11,7 +11,7 @@ import pytest
 
 from cluster.local_service import local_service
 from secateur.config import EngineArgs
-from tests.support.chromium import Page, chromium_page, chromium_path
+from tests.support.chromium import Browser, Page, chromium, chromium_path
 
 BROWSER = chromium_path()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="no Chromium here")]
@@ -53,10 +53,16 @@ def url() -> Iterator[str]:
         yield f"{url}/"
 
 
-@pytest.fixture
-def page(url: str) -> Iterator[Page]:
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
     assert BROWSER is not None
-    with chromium_page(BROWSER) as page:
+    with chromium(BROWSER) as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser: Browser, url: str) -> Iterator[Page]:
+    with browser.page() as page:
         yield page
         assert {urlsplit(request).netloc for request in page.requests} <= {urlsplit(url).netloc, ""}
         assert {urlsplit(request).scheme for request in page.requests} <= {"http", "about", "data"}
@@ -64,14 +70,16 @@ def page(url: str) -> Iterator[Page]:
         assert page.problems == refusals
 
 
-def start(page: Page, url: str, **how: object) -> None:
-    """Open the page and give it the key."""
+def start(page: Page, url: str, *, prune: str | None = "thresholds", **how: object) -> None:
+    """Open the page, give it the key and set how trees are pruned; None = as the page has it, `auto`, in eight runs."""
     page.open(url, **how)
     page.wait("!document.querySelector('#key-row').hidden")
     page.evaluate("document.querySelector('#key').focus()")
     page.type(KEY)
     page.press("Tab", 9)
     page.wait("document.querySelector('#model').textContent.includes('eagle3')")
+    if prune is not None:
+        set_value(page, "tree_prune", prune)
 
 
 def run(page: Page, prompt: str) -> None:
@@ -91,7 +99,6 @@ def set_value(page: Page, id: str, value: str) -> None:
 
 def test_a_higher_threshold_verifies_fewer_nodes_and_writes_the_same_text(page: Page, url: str) -> None:
     start(page, url)
-    set_value(page, "tree_prune", "thresholds")
     set_value(page, "tree_prune_min_prob", "0")
     run(page, "def merge(a, b):\n")
     text, verified = page.evaluate(TEXT), page.evaluate(VERIFIED)
@@ -110,7 +117,7 @@ def test_a_higher_threshold_verifies_fewer_nodes_and_writes_the_same_text(page: 
 
 
 def test_auto_is_compared_by_runs_that_take_turns_after_one_that_does_not_count(page: Page, url: str) -> None:
-    start(page, url)
+    start(page, url, prune=None)
     assert page.evaluate("document.querySelector('#tree_prune').value") == "auto"
     page.evaluate(
         "window.asked = []; { const before = call;"
@@ -170,7 +177,7 @@ def test_a_link_fills_in_the_form_and_its_run_repeats_the_answer(page: Page, url
     run(page, "class Stack:\n")
     text, link = page.evaluate(TEXT), page.evaluate("location.href")
     assert "seed=77" in link and KEY not in link
-    start(page, link)
+    start(page, link, prune=None)
     assert page.evaluate("document.querySelector('#prompt').value") == "class Stack:\n"
     assert "tokens" not in page.evaluate("document.querySelector('#on .state').textContent"), (
         "a link alone runs nothing"

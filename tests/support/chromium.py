@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from websockets.sync.client import connect
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -21,15 +23,11 @@ def chromium_path() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
-class Page:
-    """One tab. `requests` has the URL of every request, `problems` what the console calls an error."""
+class Connection:
+    """Commands to the browser, or to one of its tabs."""
 
     def __init__(self, socket: Any) -> None:
         self._socket, self._number = socket, 0
-        self.requests: list[str] = []
-        self.problems: list[str] = []
-        for domain in ("Page", "Network", "Runtime", "Log"):
-            self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1
@@ -40,6 +38,20 @@ class Page:
             if message.get("id") == self._number:
                 assert "error" not in message, (method, message["error"])
                 return message["result"]
+
+    def _note(self, message: dict[str, Any]) -> None:
+        """Take an event."""
+
+
+class Page(Connection):
+    """One tab. `requests` has the URL of every request, `problems` what the console calls an error."""
+
+    def __init__(self, socket: Any) -> None:
+        super().__init__(socket)
+        self.requests: list[str] = []
+        self.problems: list[str] = []
+        for domain in ("Page", "Network", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
 
     def _note(self, message: dict[str, Any]) -> None:
         params = message.get("params", {})
@@ -85,11 +97,26 @@ class Page:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=False)["data"]))
 
 
-@contextmanager
-def chromium_page(path: str) -> Iterator[Page]:
-    """Start the browser and yield a tab."""
-    from websockets.sync.client import connect
+class Browser(Connection):
+    """A running browser."""
 
+    def __init__(self, socket: Any, port: str) -> None:
+        super().__init__(socket)
+        self._port = port
+
+    @contextmanager
+    def page(self) -> Iterator[Page]:
+        """Yield a tab that shares nothing with others, as if the browser had just started."""
+        context = self.call("Target.createBrowserContext")["browserContextId"]
+        target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
+        with connect(f"ws://127.0.0.1:{self._port}/devtools/page/{target}", max_size=None) as socket:
+            yield Page(socket)
+        self.call("Target.disposeBrowserContext", browserContextId=context)
+
+
+@contextmanager
+def chromium(path: str) -> Iterator[Browser]:
+    """Start the browser."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
         process = subprocess.Popen(
@@ -104,10 +131,7 @@ def chromium_page(path: str) -> Iterator[Page]:
                 time.sleep(0.05)
             port, browser = port_file.read_text().split()[:2]
             with connect(f"ws://127.0.0.1:{port}{browser}", max_size=None) as socket:
-                socket.send(json.dumps({"id": 0, "method": "Target.getTargets"}))
-                [target] = [t for t in json.loads(socket.recv())["result"]["targetInfos"] if t["type"] == "page"]
-            with connect(f"ws://127.0.0.1:{port}/devtools/page/{target['targetId']}", max_size=None) as socket:
-                yield Page(socket)
+                yield Browser(socket, port)
         finally:
             process.terminate()
             process.wait(20)
