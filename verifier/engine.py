@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise, zip_longest
 from operator import attrgetter
 
