@@ -130,7 +130,7 @@ def test_routes_with_a_body_send_the_errors_that_the_document_declares(
 
 
 def test_routes_without_a_body_declare_their_errors(own: Callable[..., FakeService]) -> None:
-    running = own(api_key="sesame", has_tokenizer_info=True)
+    running = own(api_key="sesame", admin_api_key="boss", has_tokenizer_info=True)
     with running.http() as http:
         document = document_of(http)
         declared = {
@@ -160,6 +160,7 @@ def test_routes_without_a_body_declare_their_errors(own: Callable[..., FakeServi
             ("/health", "get"): {503},
             ("/ping", "get"): {503},
             ("/ping", "post"): {503},
+            ("/admin/drafter", "post"): {400, 401, 404, 503},
             ("/load", "get"): set(),
             ("/metrics", "get"): set(),
             ("/version", "get"): set(),
