@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.harness import say, scaled
 from cluster.local_service import local_service
 from secateur.config import EngineArgs
-from tests.support.chromium import Page, chromium_page, chromium_path
+from tests.support.chromium import Page, chromium, chromium_path
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
@@ -76,6 +76,6 @@ if __name__ == "__main__":
     path = chromium_path()
     if len(sys.argv) != 2 or sys.argv[1] not in COMMANDS or path is None:
         sys.exit(__doc__ if path else "No Chromium here: install the package chromium.")
-    with chromium_page(path) as page:
+    with chromium(path) as browser, browser.page() as page:
         page.call("Emulation.setScrollbarsHidden", hidden=True)
         COMMANDS[sys.argv[1]](page)
