@@ -151,6 +151,7 @@ HALVES: list[tuple[str, dict[str, Any], str | None]] = [
     ("/detokenize", {"tokens": [1], "x": "?"}, "x"),
     ("/v1/batches", BATCH | {"input_file_id": "?"}, "input_file_id"),
     ("/v1/batches", BATCH | {"metadata": {"a": "?"}}, "metadata"),
+    ("/admin/drafter", {"model": "?"}, "model"),
 ]
 
 
