@@ -34,7 +34,7 @@ from workers.models.gguf import convert_weights, describe, is_gguf
 from workers.models.hub import fetch_weights as fetch_from_hub
 from workers.models.hub import resolve_path
 from workers.models.readers import read_spec
-from workers.models.specs import DraftSpec, ModelSpec, Specs, check_parallel
+from workers.models.specs import DraftSpec, ModelSpec, Specs, TransformersSpec, check_parallel
 
 _SOME_MESSAGES = [{"role": "user", "content": ""}]
 _UNKNOWN_MODEL_LEN = 2048  # the placement does not depend on it
@@ -126,6 +126,7 @@ def read_engine(args: EngineArgs, *, num_gpus: int | None = None) -> tuple[Engin
     from cluster.door import check_tensors  # imports torch
 
     check_tensors(args, config, specs)
+    _check_invariance(args, config, spec)
     return config, specs
 
 
@@ -374,6 +375,29 @@ def _dtype(args: EngineArgs, device: str, spec: ModelSpec) -> Literal["float32",
             return "bfloat16"
         case other:
             raise ConfigError(Problem("dtype", f"the checkpoint's {other} is not supported; write bfloat16"))
+
+
+def _check_invariance(args: EngineArgs, config: EngineConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError if results would depend on what is computed beside them although they must not."""
+    if not args.batch_invariant:
+        return
+    is_own = not isinstance(spec, TransformersSpec) and not (spec.delta or spec.latent or spec.moe)
+    wrong = (
+        "is only implemented for device cpu; leave it out" if config.device != "cpu"
+        else "is for bfloat16; write dtype bfloat16, or leave it out: in float32 texts rarely part"
+        if config.dtype != "bfloat16"
+        else f"is not implemented for {spec.family}, only for dense models of our own decoder; leave it out"
+        if not is_own
+        else None
+    )  # fmt: skip
+    if wrong:
+        raise ConfigError(Problem("batch_invariant", wrong))
+    from workers.kernels.select import kernels_for  # imports torch
+
+    try:
+        kernels_for("cpu", batch_invariant=True)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _threads(args: EngineArgs, config: EngineConfig) -> int:

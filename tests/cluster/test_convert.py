@@ -134,6 +134,26 @@ def test_kernels_and_graphs_are_carried_over_and_triton_needs_cuda() -> None:
         engine_config(args(device="cpu", kernels="triton"))
 
 
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({}, "batch_invariant: is for bfloat16; write dtype bfloat16, or leave it out"),
+        ({"device": "cuda"}, "batch_invariant: is only implemented for device cpu; leave it out"),
+    ],
+)
+def test_invariance_is_for_bfloat16_on_a_cpu(options: dict[str, str], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        engine_config(args(batch_invariant=True, **options))
+
+
+def test_invariance_needs_a_processor_that_multiplies_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: True)
+    assert engine_config(args(dtype="bfloat16", batch_invariant=True)).batch_invariant
+    monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: False)
+    with pytest.raises(ConfigError, match="needs a processor that multiplies bfloat16"):
+        engine_config(args(dtype="bfloat16", batch_invariant=True))
+
+
 def test_the_dtype_of_the_kv_cache_is_carried_over() -> None:
     assert engine_config(args()).kv_cache_dtype == "auto"
     engine = engine_config(args(kv_cache_dtype="fp8"))

@@ -30,7 +30,7 @@ def test_an_unknown_nested_key_says_where():
 
 
 def test_an_unrecognizable_key_lists_the_valid_ones():
-    assert "allowed_origins, api_key, api_key_file, api_server_count, batch_dir, device," in refusal(
+    assert "allowed_origins, api_key, api_key_file, api_server_count, batch_dir, batch_invariant," in refusal(
         EngineArgs, zzzzzz=1
     )
 

@@ -13,6 +13,7 @@ from workers.kernels.triton_sampling import coupled_argmax, gumbel, top_k
 from workers.kernels.triton_truncation import truncation_threshold
 
 __all__ = [
+    "IS_BATCH_INVARIANT",
     "NAME",
     "add_rms_norm",
     "block_scaled_linear",
@@ -32,3 +33,4 @@ __all__ = [
 ]
 
 NAME = "triton"
+IS_BATCH_INVARIANT = False

@@ -27,8 +27,9 @@ load (2026-11):
     bfloat16, torch's linear         29     31     31     31     36     35     45
     bfloat16, packed for oneDNN      20     20     21     21     24     24     29
 
-A row's bfloat16 product may differ in the last bit depending on the number of rows in the batch, so a near-tie may be
-decided differently in another batch. float32 remains the exact choice.
+A row's bfloat16 product has the same bits for any number of rows but one (2026-11), so that is what `batch_invariant`
+avoids. Attention differs more often, see `workers.kernels.torch_attention.plan_by_paths`. Without either a near-tie may
+be decided differently in another batch, and float32 is the safer choice.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Linear:
     def __init__(self, weight_OI: Tensor | BlockScaled, bias_O: Tensor | None = None, kernels: Kernels = TORCH) -> None:
         self.shape = weight_OI.shape
         self.bias_O = bias_O
+        self._is_invariant = kernels.IS_BATCH_INVARIANT
         if isinstance(weight_OI, BlockScaled):
             self.weight, self._product = weight_OI, kernels.block_scaled_linear
         else:
@@ -80,6 +82,8 @@ class Linear:
         """Apply the layer."""
         if x_NI.shape[0] == 0:
             return x_NI.new_empty(0, self.shape[0])
+        if self._is_invariant and x_NI.shape[0] == 1:  # oneDNN adds up a single row of more than 1,024 in another order
+            return self._product(x_NI.expand(2, -1), self.weight, self.bias_O)[:1]
         return self._product(x_NI, self.weight, self.bias_O)
 
 

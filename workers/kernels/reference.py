@@ -18,6 +18,7 @@ from workers.sampling.sampler import shard_best as coupled_argmax
 from workers.sampling.sampler import truncation_threshold
 
 __all__ = [
+    "IS_BATCH_INVARIANT",
     "NAME",
     "TopK",
     "add_rms_norm",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 NAME = "torch"
+IS_BATCH_INVARIANT = False
 
 
 class TopK(NamedTuple):

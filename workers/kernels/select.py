@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -21,6 +22,7 @@ from workers.kernels.block_scaled import BlockScaled
 from workers.kernels.interpreted import is_interpreted
 from workers.kernels.pointwise import Rotation
 from workers.kernels.reference import TopK
+from workers.kernels.torch_attention import plan_by_paths
 from workers.sampling.gumbel_cache import GumbelCache
 from workers.types import AttentionMetadata, SamplingBatch
 
@@ -40,6 +42,8 @@ class Kernels(Protocol):
     """A kernel set."""
 
     NAME: str
+    IS_BATCH_INVARIANT: bool
+    """Whether a row's results are the same bits whatever is computed beside it: other requests, a tree, a prompt."""
 
     def plan(
         self,
@@ -184,15 +188,31 @@ class Kernels(Protocol):
 
 
 TORCH: Kernels = reference
+INVARIANT = cast(Kernels, SimpleNamespace(**vars(reference) | {"plan": plan_by_paths, "IS_BATCH_INVARIANT": True}))
+"""For bfloat16, on processors that multiply it."""
 
 
-def kernels_for(device: torch.device | str, name: KernelsName = "auto", enforce_eager: bool = False) -> Kernels:
+def kernels_for(
+    device: torch.device | str,
+    name: KernelsName = "auto",
+    enforce_eager: bool = False,
+    *,
+    batch_invariant: bool = False,
+) -> Kernels:
     """Select the kernels for `device`; auto means Triton on CUDA and torch elsewhere. enforce_eager: compile no chains.
 
     Raises:
-        ValueError: Triton is selected and is not installed, or cannot run on this device.
+        ValueError: Triton is selected and is not installed, or cannot run on this device; or no kernels are
+            `batch_invariant` on this processor.
     """
     device = torch.device(device)
+    if batch_invariant:
+        if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+            raise ValueError(
+                "batch_invariant needs a processor that multiplies bfloat16 (AVX-512-BF16 or AMX), and this one does "
+                "not: leave it out, and write dtype float32, in which texts rarely part"
+            )
+        return INVARIANT
     if name == "torch" or (name == "auto" and device.type != "cuda"):
         return TORCH
     if importlib.util.find_spec("triton") is None:

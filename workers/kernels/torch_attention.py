@@ -11,8 +11,11 @@ are folded into the rows (X = R * G of them), so keys are never repeated, and an
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +26,8 @@ from workers.kernels.host import bits_of, keys_N
 from workers.transfer import to_device
 from workers.types import AttentionMetadata
 
+_BLOCK_ROWS, _BLOCK_KEYS = 16, 512
+"""In bfloat16 SDPA on a CPU adds in the same order, whatever is beside a row, if it gets multiples of these."""
 _GROUP_OVERHEAD = 2048
 """Cost of an additional group in (row, key) pairs: about 50 us of call overhead on one CPU thread."""
 
@@ -112,6 +117,78 @@ def plan(
         if in_order
         else to_device(_order(np.concatenate([row_N for _, row_N in parts]), len(owner_N)), device),
     )
+
+
+def plan_by_paths(
+    metadata: AttentionMetadata,
+    page_size: int,
+    *,
+    windows: Sequence[int | None] = (None,),
+    group_size: int = 1,
+    first_slot: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    into: MaskedPlan | None = None,
+) -> MaskedPlan:
+    """Plan attention whose results for a row depend on that row's path alone, in bfloat16 on a CPU.
+
+    `plan` gives all rows of a tree the same keys, so what a row adds up, and in which order, depends on its siblings.
+    Here a path has its keys in the order of its positions, and rows are computed with the first path that they are on.
+    """
+    owner_N, offsets = metadata.owner_N, metadata.query_offsets
+    step = _BLOCK_ROWS // math.gcd(_BLOCK_ROWS, group_size)
+    members: dict[tuple[int, int], list[_Path]] = defaultdict(list)
+    for b in range(metadata.num_requests):
+        for path in _paths(metadata, b, np.arange(offsets[b], offsets[b + 1])):
+            R, S = len(path.row_R), len(path.slot_S)
+            members[-(-R // step) * step, -(-S // _BLOCK_KEYS) * _BLOCK_KEYS].append(path)
+    groups, rows = [], [np.zeros(0, dtype=np.int64)]
+    for (R, S), paths in members.items():
+        row_BR = np.stack([np.pad(path.row_R, (0, R - len(path.row_R)), "edge") for path in paths])
+        key_BS = np.stack([np.pad(path.slot_S, (0, S - len(path.slot_S)), "edge") for path in paths])
+        end_BR1 = np.stack([np.pad(path.end_R, (0, R - len(path.end_R)), "edge") for path in paths])[..., None]
+        key_S, masks = np.arange(S), {}
+        for window in dict.fromkeys(windows):
+            visible_BRS = (key_S < end_BR1) & (key_S >= first_slot)
+            visible_BRS &= window is None or key_S >= end_BR1 - window
+            masks[window] = to_device(_additive(visible_BRS, group_size, dtype), device)
+        owner_B1 = owner_N[row_BR[:, :1]]
+        groups.append(
+            RowGroup(
+                rows=to_device(row_BR.reshape(-1), device),
+                slots=to_device(metadata.physical(owner_B1, key_BS, page_size).reshape(-1), device),
+                shape=(len(paths), R, S),
+                masks=masks,
+            )
+        )
+        rows.append(row_BR.reshape(-1))
+    return MaskedPlan(
+        write_slots_N=to_device(metadata.physical(owner_N, metadata.slot_N, page_size), device),
+        groups=tuple(groups),
+        order_N=to_device(_order(np.concatenate(rows), len(owner_N)), device),
+    )
+
+
+class _Path(NamedTuple):
+    """Rows that see the beginnings of one list of keys."""
+
+    row_R: np.ndarray  # packed rows
+    end_R: np.ndarray  # how many keys each of them sees
+    slot_S: np.ndarray  # logical slots, by position
+
+
+def _paths(metadata: AttentionMetadata, b: int, row_R: np.ndarray) -> Iterator[_Path]:
+    """Divide the rows of a request into the paths of its tree, each row in the first that has it."""
+    ancestors_R = metadata.ancestors_N[row_R]
+    end_R = metadata.visible_N[row_R] + bits_of(ancestors_R).sum(-1)
+    is_left_R = np.ones(len(row_R), dtype=bool)
+    while is_left_R.any():
+        deepest = int(np.where(is_left_R, end_R, -1).argmax())
+        is_on_path_R = is_left_R & (ancestors_R & ~ancestors_R[deepest] == 0)
+        (node_T,) = bits_of(ancestors_R[deepest]).nonzero()
+        slot_S = np.concatenate((np.arange(metadata.visible_N[row_R[deepest]]), metadata.base_B[b] + node_T))
+        yield _Path(row_R[is_on_path_R], end_R[is_on_path_R], slot_S)
+        is_left_R &= ~is_on_path_R
 
 
 def _order(row_P: np.ndarray, num_rows: int) -> Tensor:

@@ -135,9 +135,9 @@ class Decoder(BaseDecoder):
         )
         self._final_norm_D = norm_weight(weights, "model.norm.weight", spec)
         if spec.tie_embeddings and not has_own_head(weights, _HEAD, _EMBEDDING, spec.vocab_size, tp):
-            self._head = VocabHead.tied(self._embedding_VD, tp)
+            self._head = VocabHead.tied(self._embedding_VD, tp, self.kernels)
         else:
-            self._head = VocabHead.load(weights, _HEAD, spec.vocab_size, tp)
+            self._head = VocabHead.load(weights, _HEAD, spec.vocab_size, tp, self.kernels)
         self._rope = Rope(spec.rope, self.dtype, self.device, self.kernels.rotation)
         weights.finish(allowed=lambda name: _is_ignored(name, spec))
 

@@ -256,23 +256,23 @@ class VocabHead:
     All shards have the same width, so that they can be gathered. Columns beyond the end of the vocabulary hold -inf.
     """
 
-    def __init__(self, weight_WD: Tensor, start: int, width: int) -> None:
-        self._linear = Linear(weight_WD)
+    def __init__(self, weight_WD: Tensor, start: int, width: int, kernels: Kernels = TORCH) -> None:
+        self._linear = Linear(weight_WD, None, kernels)
         self.start = start
         self.end = start + weight_WD.shape[0]
         self.num_padding = width - weight_WD.shape[0]
 
     @staticmethod
-    def load(weights: Weights, name: str, vocab_size: int, tp: TensorParallel) -> VocabHead:
+    def load(weights: Weights, name: str, vocab_size: int, tp: TensorParallel, kernels: Kernels = TORCH) -> VocabHead:
         """Read this rank's rows of a tensor."""
         start, end, width = shard_vocab(vocab_size, tp)
-        return VocabHead(weights.get_range(name, 0, start, end), start, width)
+        return VocabHead(weights.get_range(name, 0, start, end), start, width, kernels)
 
     @staticmethod
-    def tied(embedding_VD: Tensor, tp: TensorParallel) -> VocabHead:
+    def tied(embedding_VD: Tensor, tp: TensorParallel, kernels: Kernels = TORCH) -> VocabHead:
         """Use rows of the (replicated) input embedding. `Linear` may repack them; otherwise they take no memory."""
         start, end, width = shard_vocab(embedding_VD.shape[0], tp)
-        return VocabHead(embedding_VD[start:end], start, width)
+        return VocabHead(embedding_VD[start:end], start, width, kernels)
 
     def __call__(self, x_ND: Tensor) -> Tensor:
         """Compute a float32 logits shard [N, W] from final hidden states."""

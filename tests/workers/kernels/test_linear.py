@@ -9,6 +9,7 @@ from torch import Tensor
 
 from workers.kernels import linear
 from workers.kernels.linear import Linear
+from workers.kernels.select import INVARIANT
 
 needs_fbgemm = pytest.mark.skipif(not linear._HAS_FBGEMM, reason="torch without FBGEMM, or a CPU without AVX2")
 
@@ -91,3 +92,13 @@ def test_bfloat16_is_multiplied_from_a_packed_weight_and_added_in_float32(num_ou
         exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
         # One rounding of the sum, to 8 bits; sums in bfloat16 would be off by some sqrt(1536) roundings.
         torch.testing.assert_close(made(x).double(), exact, atol=2e-5, rtol=2**-8)
+
+
+@pytest.mark.skipif(not linear._HAS_BFLOAT16, reason="a CPU that does not multiply bfloat16")
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(576, 1536), (2048, 2048), (256, 576)])
+def test_a_row_has_the_same_bits_alone(num_outputs: int, num_inputs: int) -> None:
+    made = Linear(stored(torch.bfloat16, num_outputs, num_inputs).bfloat16(), None, INVARIANT)
+    x = (torch.randn(256, num_inputs, generator=torch.Generator().manual_seed(0)) ** 5).bfloat16()  # some are large
+    for num_rows in (1, 2, 5, 17, 64):
+        parts = [made(x[at : at + num_rows]) for at in range(0, 256, num_rows)]
+        assert torch.equal(torch.cat(parts), made(x)), num_rows

@@ -14,6 +14,7 @@ from tests.support import attention_cases
 from tests.support.attention_cases import CHAIN, LONG_CHAIN, RAGGED, TWO_BY_TWO, Batch
 from workers.kernels import reference
 from workers.kernels.reference import plan, tree_attention
+from workers.kernels.select import INVARIANT, TORCH, Kernels
 from workers.types import AttentionMetadata
 
 torch.set_num_threads(1)
@@ -63,12 +64,33 @@ MIXED: list[tuple[int, list[int] | int]] = [
 ]
 
 
+@pytest.mark.parametrize("kernels", [TORCH, INVARIANT], ids=["torch", "invariant"])
 @pytest.mark.parametrize("first_slot", [0, 1])
 @pytest.mark.parametrize("window", [None, 3, 40])
-def test_mixed_trees_and_prompt_rows_share_one_batch(window: int | None, first_slot: int) -> None:
+def test_mixed_trees_and_prompt_rows_share_one_batch(window: int | None, first_slot: int, kernels: Kernels) -> None:
     requests = MIXED[:-2] + MIXED[-1:] if first_slot else MIXED  # a single token in slot 0 would attend to nothing
     requests = [(max(start, first_slot), shape) for start, shape in requests]
-    compare(Batch(requests, 16), window=window, first_slot=first_slot)
+    attention_cases.compare(kernels, Batch(requests, 16), window=window, first_slot=first_slot)
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="a CPU that does not multiply bfloat16")
+@pytest.mark.parametrize(("heads", "head_dim"), [((9, 3), 64), ((8, 2), 128), ((4, 4), 32)])
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_row_has_the_same_bits_alone(heads: tuple[int, int], head_dim: int, window: int | None) -> None:
+    """Alone a row is the only one of its pass, and its keys follow one another."""
+    options = {"windows": (window,), "group_size": heads[0] // heads[1], "dtype": torch.bfloat16}
+    generator = torch.Generator().manual_seed(1)
+    batch = Batch([*MIXED, (509, LONG_CHAIN)], 16)
+    q = torch.randn(len(batch.owner), heads[0], head_dim, generator=generator).bfloat16()
+    kv = torch.randn(batch.num_slots, 2, heads[1], head_dim, generator=generator).bfloat16()
+    out = tree_attention(q, kv, INVARIANT.plan(batch.metadata, 16, **options), 0.1, window)
+    for row in range(0, len(batch.owner), 3):
+        keys = batch.keys[row]
+        alone = Batch([(len(keys) - 1, [-1])], 16)
+        own = torch.zeros(alone.num_slots, 2, heads[1], head_dim).bfloat16()
+        own[alone.physical(0, list(range(len(keys))))] = kv[batch.physical(batch.owner[row], keys)]
+        same = tree_attention(q[row : row + 1], own, INVARIANT.plan(alone.metadata, 16, **options), 0.1, window)
+        assert torch.equal(out[row], same[0]), row
 
 
 @pytest.mark.parametrize("seed", range(20))
