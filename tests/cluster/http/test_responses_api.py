@@ -670,6 +670,7 @@ def test_stored_responses_take_no_more_memory_than_their_limit(
     response = ResponseObject(id="", created_at=0, model="m")
     told = {name: fields[name] for name in ("instructions", "tools", "text", "metadata") if name in fields}
     output = [OutputMessage(id="msg_1", content=[OutputText(text=TEXT)])]
+    gc.collect()  # what earlier tests have left must not be freed meanwhile
     tracemalloc.start()
     try:
         store = response_store.ResponseStore()
