@@ -94,7 +94,7 @@ def service(root: Path, args: Mapping[str, Any], http: str = "ray") -> Iterator[
 
 
 class Answers(NamedTuple):
-    """What the streams of one turn were: from the first byte asked to the last one read, in seconds."""
+    """The streams of one turn, which took so many seconds from the first byte asked to the last one read."""
 
     seconds: float
     tokens: int

@@ -179,7 +179,7 @@ class EngineConfig:
     """`auto` selects Triton on CUDA and torch on CPU."""
     enforce_eager: bool = False
     batch_invariant: bool = False
-    """Whether the target's results for a row are the same bits whatever is computed beside it."""
+    """Give a row of the target the same bits, whatever is computed beside it."""
     """On CUDA, launch every kernel separately instead of replaying captured graphs."""
     threads: int = 1
     """Threads of a verifier rank on CPU. A drafter rank has one."""

@@ -1,4 +1,4 @@
-"""What chat templates get of tools and calls; those that know no tools get both as text."""
+"""Gives chat templates tools and calls; those that know no tools get both as text."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_a_head_computes_what_the_other_one_does(heads: tuple[Any, Path, list[Pa
 
 
 class OneRank:
-    """What a rank knows of its world."""
+    """A rank, as far as loading a head reads it."""
 
     role, tp = "drafter 0", SINGLE
 

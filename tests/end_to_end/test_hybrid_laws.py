@@ -158,7 +158,7 @@ Law = dict[Path, float]
 
 
 class Outcome(NamedTuple):
-    """What an enumeration found, and how many drafts were accepted in its runs."""
+    """The law that an enumeration found, and how many drafts were accepted in its runs."""
 
     law: Law
     num_accepted: int

@@ -21,7 +21,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "stop"}},
 ]
 HERMES = '<tool_call>{"name": <function-name>, "arguments": <args-json-object>}</tool_call>'
-"""What a chat template says that teaches this format."""
+"""Part of a chat template that teaches this format."""
 CALLED = 'I order.\n<tool_call>\n{"name": "order", "arguments": {"what": "tea"}}\n</tool_call>'
 
 

@@ -43,7 +43,7 @@ class Kernels(Protocol):
 
     NAME: str
     IS_BATCH_INVARIANT: bool
-    """Whether a row's results are the same bits whatever is computed beside it: other requests, a tree, a prompt."""
+    """Every row has the same bits, whatever is computed beside it: other requests, a tree, the rest of a prompt."""
 
     def plan(
         self,
