@@ -51,7 +51,7 @@ ROLES = {
     "engine": r"cluster\.system\.child|cluster\.system\.fork_server|ray::Worker",
     "rest": r"ray|ServeController",
 }
-"""Of a command line, the first that is found; without Ray the service's own process is the front."""
+"""A process has the first role whose pattern is in its command line; without Ray the service's own is the front."""
 
 
 class ServiceProcesses(NamedTuple):

@@ -43,7 +43,7 @@ class TextPart(NamedTuple):
 
 
 class AnswerParts(tuple[TextPart | CallPart, ...]):
-    """What some text added to an answer, in the order of the text."""
+    """The parts that some text added to an answer, in the order of the text."""
 
     __slots__ = ()
 

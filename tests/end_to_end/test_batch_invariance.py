@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.support.engines import DYNAMIC, GenerationJob, Runner, bundled, prompts
 from workers.comm.ipc import Speculation
 from workers.config import EngineConfig
+from workers.kernels.select import multiplies_bfloat16
 from workers.settings import SamplingSettings
 
-pytestmark = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="a CPU that does not multiply bfloat16"
-)
+pytestmark = pytest.mark.skipif(not multiplies_bfloat16(), reason="a CPU that does not multiply bfloat16")
 OFF = Speculation(enabled=False)
 INVARIANT = {"dtype": "bfloat16", "threads": 1, "batch_invariant": True}
 

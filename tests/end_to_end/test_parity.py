@@ -48,7 +48,7 @@ MORE_OF_A_KIND = {
 PARAMS = [pytest.param(config, id=name) for name, config in ENGINES.items()]
 PARAMS += [pytest.param(config, id=name, marks=pytest.mark.full) for name, config in MORE_OF_A_KIND.items()]
 DYNAMIC_TREE = PARAMS[:1]
-"""Of the engines the first, which this module's tests can share then."""
+"""The first of the engines, which this module's tests can share then."""
 
 
 @pytest.fixture(scope="module", params=PARAMS)

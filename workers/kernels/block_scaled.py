@@ -45,7 +45,7 @@ class BlockScaled:
     values_OI: Tensor
     """float8_e4m3fn or int8, contiguous; or 4-bit integers, see `packed`."""
     scale_BO: Tensor
-    """Of columns block * b .. block * (b + 1) - 1: float32, or of integers the stored type."""
+    """Scales of columns block * b .. block * (b + 1) - 1: float32, or of integers the stored type."""
     zero_BO: Tensor | None
     """int16; None: 0."""
     block: int

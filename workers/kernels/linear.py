@@ -44,11 +44,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.kernels.block_scaled import BlockScaled
-from workers.kernels.select import TORCH, Kernels
+from workers.kernels.select import TORCH, Kernels, multiplies_bfloat16
 
 _HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines  # built in, and supported by the CPU
 _HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-_HAS_BFLOAT16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+_HAS_BFLOAT16 = multiplies_bfloat16()
 _WORTH_PACKING = 1 << 17  # elements from which oneDNN's product is faster, although a call takes 10 us longer
 _COMPARED_AT_ONCE = 1 << 20  # elements compared at once, to avoid a copy of the whole weight
 _TYPICAL_ROWS = 16  # oneDNN packs for this number of rows; packed for 1 it is half as fast for any number

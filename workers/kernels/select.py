@@ -192,6 +192,11 @@ INVARIANT = cast(Kernels, SimpleNamespace(**vars(reference) | {"plan": plan_by_p
 """For bfloat16, on processors that multiply it."""
 
 
+def multiplies_bfloat16() -> bool:
+    """Return whether oneDNN multiplies bfloat16 on this processor (AVX-512-BF16, AMX)."""
+    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def kernels_for(
     device: torch.device | str,
     name: KernelsName = "auto",
@@ -207,7 +212,7 @@ def kernels_for(
     """
     device = torch.device(device)
     if batch_invariant:
-        if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        if not multiplies_bfloat16():
             raise ValueError(
                 "batch_invariant needs a processor that multiplies bfloat16 (AVX-512-BF16 or AMX), and this one does "
                 "not: leave it out, and write dtype float32, in which texts rarely part"

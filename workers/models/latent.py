@@ -24,7 +24,7 @@ from workers.models.layers import RankWeights, check_shape, fused_linear, row_pa
 from workers.models.specs import ModelSpec, latent_shapes
 
 _EPS = 1e-6
-"""Of the norms of latents, whatever that of the others is."""
+"""The epsilon of the norms of latents, whatever that of the others is."""
 
 
 class LatentAttention:

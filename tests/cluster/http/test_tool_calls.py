@@ -162,7 +162,7 @@ def test_a_custom_tool_gets_text(
 
 
 def test_a_bare_input_that_is_cut_is_no_call(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """What there is of it may be JSON by accident."""
+    """The part that has come may be JSON by accident."""
     digits = custom({"type": "grammar", "grammar": {"syntax": "regex", "definition": "[0-9]+"}})
     ids = tokenizer.encode("1234", add_special_tokens=False)
     with fake_service(tokenizer, tmp_path, lambda submit: [[id] for id in ids]) as own, own.http() as http:

@@ -1,4 +1,4 @@
-"""What chat templates get of tools and calls."""
+"""Chat templates get tools and calls."""
 
 from __future__ import annotations
 

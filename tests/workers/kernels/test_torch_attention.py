@@ -14,7 +14,7 @@ from tests.support import attention_cases
 from tests.support.attention_cases import CHAIN, LONG_CHAIN, RAGGED, TWO_BY_TWO, Batch
 from workers.kernels import reference
 from workers.kernels.reference import plan, tree_attention
-from workers.kernels.select import INVARIANT, TORCH, Kernels
+from workers.kernels.select import INVARIANT, TORCH, Kernels, multiplies_bfloat16
 from workers.types import AttentionMetadata
 
 torch.set_num_threads(1)
@@ -73,7 +73,7 @@ def test_mixed_trees_and_prompt_rows_share_one_batch(window: int | None, first_s
     attention_cases.compare(kernels, Batch(requests, 16), window=window, first_slot=first_slot)
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="a CPU that does not multiply bfloat16")
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="a CPU that does not multiply bfloat16")
 @pytest.mark.parametrize(("heads", "head_dim"), [((9, 3), 64), ((8, 2), 128), ((4, 4), 32)])
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_row_has_the_same_bits_alone(heads: tuple[int, int], head_dim: int, window: int | None) -> None:
