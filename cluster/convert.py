@@ -388,8 +388,6 @@ def _check_invariance(args: EngineArgs, config: EngineConfig, spec: ModelSpec) -
         if config.dtype != "bfloat16"
         else f"is not implemented for {spec.family}, only for dense models of our own decoder; leave it out"
         if not is_own
-        else "is only implemented for one or two ranks, whose sums have one order; write tensor_parallel_size 1 or 2"
-        if config.tensor_parallel_size > 2
         else None
     )  # fmt: skip
     if wrong:

@@ -139,10 +139,6 @@ def test_kernels_and_graphs_are_carried_over_and_triton_needs_cuda() -> None:
     [
         ({}, "batch_invariant: is for bfloat16; write dtype bfloat16, or leave it out"),
         ({"device": "cuda"}, "batch_invariant: is only implemented for device cpu; leave it out"),
-        (
-            {"dtype": "bfloat16", "tensor_parallel_size": 4, "no_speculation": True},
-            "only implemented for one or two ranks",
-        ),
     ],
 )
 def test_invariance_is_for_bfloat16_on_a_cpu(options: dict[str, str], error: str) -> None:

@@ -16,7 +16,7 @@ INVARIANT = {"dtype": "bfloat16", "threads": 1, "batch_invariant": True}
 
 
 @pytest.mark.parametrize(
-    "config", [bundled(DYNAMIC, **INVARIANT), bundled(DYNAMIC, tp=2, **INVARIANT)], ids=["TP 1", "TP 2"]
+    "config", [bundled(DYNAMIC, **INVARIANT), bundled(DYNAMIC, tp=4, **INVARIANT)], ids=["TP 1", "TP 4"]
 )
 def test_texts_do_not_depend_on_drafts_or_on_other_requests(config: EngineConfig) -> None:
     samplings = (SamplingSettings(temperature=0.0), SamplingSettings(temperature=1.2, seed=5))

@@ -191,7 +191,7 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
         rank=rank,
         role=config.role_of(rank),
         device=device,
-        tp=TensorParallel(own, len(sides[side]), side_groups[side]),
+        tp=TensorParallel(own, len(sides[side]), side_groups[side], config.batch_invariant),
         peers=peers,
         link=to_peer,
         host=host,

@@ -11,7 +11,6 @@ are folded into the rows (X = R * G of them), so keys are never repeated, and an
 from __future__ import annotations
 
 import functools
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,12 +38,14 @@ class RowGroup:
     rows: slice | Tensor  # the packed rows, [B*R]; padding repeats a request's last row
     slots: slice | Tensor  # [B*S] physical slots; padding repeats a request's last slot; a slice is read in place
     shape: tuple[int, int, int]  # B, R, S
-    masks: dict[int | None, Tensor]  # per window: additive [B, 1, R*G, S]
+    masks: dict[int | None, Tensor]  # per window: additive [B, 1, X, S] with X >= R*G
 
-    def queries(self, q_NHd: Tensor, num_kv_heads: int) -> Tensor:
-        """Gather this group's queries, [B, H, R*G, d]."""
+    def queries(self, q_NHd: Tensor, num_kv_heads: int, num_padded: int) -> Tensor:
+        """Gather this group's queries, [B, H, X, d]. num_padded: X; zeros follow the queries."""
         q_BRHGd = self.rows_of(q_NHd).unflatten(2, (num_kv_heads, -1))
-        return q_BRHGd.transpose(1, 2).reshape(self.shape[0], num_kv_heads, -1, q_NHd.shape[-1])
+        q_BHXd = q_BRHGd.transpose(1, 2).reshape(self.shape[0], num_kv_heads, -1, q_NHd.shape[-1])
+        num_missing = num_padded - q_BHXd.shape[2]
+        return F.pad(q_BHXd, (0, 0, 0, num_missing)) if num_missing else q_BHXd
 
     def rows_of(self, q_NHd: Tensor) -> Tensor:
         """Gather this group's rows, [B, R, Hq, d]."""
@@ -136,14 +137,14 @@ def plan_by_paths(
     Here a path has its keys in the order of its positions, and rows are computed with the first path that they are on.
     """
     owner_N, offsets = metadata.owner_N, metadata.query_offsets
-    step = _BLOCK_ROWS // math.gcd(_BLOCK_ROWS, group_size)
     members: dict[tuple[int, int], list[_Path]] = defaultdict(list)
     for b in range(metadata.num_requests):
         for path in _paths(metadata, b, np.arange(offsets[b], offsets[b + 1])):
             R, S = len(path.row_R), len(path.slot_S)
-            members[-(-R // step) * step, -(-S // _BLOCK_KEYS) * _BLOCK_KEYS].append(path)
+            members[-(-R * group_size // _BLOCK_ROWS) * _BLOCK_ROWS, -(-S // _BLOCK_KEYS) * _BLOCK_KEYS].append(path)
     groups, rows = [], [np.zeros(0, dtype=np.int64)]
-    for (R, S), paths in members.items():
+    for (X, S), paths in members.items():
+        R = max(len(path.row_R) for path in paths)
         row_BR = np.stack([np.pad(path.row_R, (0, R - len(path.row_R)), "edge") for path in paths])
         key_BS = np.stack([np.pad(path.slot_S, (0, S - len(path.slot_S)), "edge") for path in paths])
         end_BR1 = np.stack([np.pad(path.end_R, (0, R - len(path.end_R)), "edge") for path in paths])[..., None]
@@ -151,7 +152,8 @@ def plan_by_paths(
         for window in dict.fromkeys(windows):
             visible_BRS = (key_S < end_BR1) & (key_S >= first_slot)
             visible_BRS &= window is None or key_S >= end_BR1 - window
-            masks[window] = to_device(_additive(visible_BRS, group_size, dtype), device)
+            mask_B1XS = _additive(visible_BRS, group_size, dtype)
+            masks[window] = to_device(F.pad(mask_B1XS, (0, 0, 0, X - mask_B1XS.shape[2])), device)
         owner_B1 = owner_N[row_BR[:, :1]]
         groups.append(
             RowGroup(
@@ -217,14 +219,15 @@ def tree_attention(
         if kv_slots.shape[1] == 1:
             outputs.append(_latent_attention(group, q_NHd, kv_slots, scale, window))
             continue
-        q_BHXd, mask = group.queries(q_NHd, H), group.masks[window]
+        mask = group.masks[window]
+        q_BHXd = group.queries(q_NHd, H, mask.shape[2])
         k_BHSd, v_BHSd = group.entries(kv_slots, q_NHd.dtype).unbind(0)
         if softcap is None and sink_H is None:
             out = F.scaled_dot_product_attention(q_BHXd, k_BHSd, v_BHSd, attn_mask=mask, scale=scale)
         else:
             sink_H1X = None if sink_H is None else sink_H.view(H, 1, G).expand(H, R, G).reshape(H, 1, R * G)
             out = _attention_by_scores(q_BHXd, k_BHSd, v_BHSd, mask, scale, softcap, sink_H1X)
-        outputs.append(out.view(B, H, R, G, d).transpose(1, 2).reshape(B * R, num_heads * d))
+        outputs.append(out[:, :, : R * G].view(B, H, R, G, d).transpose(1, 2).reshape(B * R, num_heads * d))
     if plan.order_N is None:
         return outputs[0] if outputs else q_NHd.reshape(0, num_heads * d)
     return torch.cat(outputs).index_select(0, plan.order_N)

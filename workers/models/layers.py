@@ -7,6 +7,7 @@ hold its input columns and are followed by one all-reduce. With size 1 no collec
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,14 +31,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """A rank's position among the `size` ranks of one model, and what connects them."""
+    """A rank's position among the `size` ranks of one model, and what connects them.
+
+    is_batch_invariant: a row's sum has the same bits, whatever is beside it. From three ranks on gloo and NCCL add in
+    an order that depends on an element's place in the tensor.
+    """
 
     rank: int
     size: int
     group: dist.ProcessGroup | None = None
+    is_batch_invariant: bool = False
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         """Sum over the ranks in place."""
+        if self.size > 2 and self.is_batch_invariant:
+            parts = [torch.empty_like(x) for _ in range(self.size)]
+            dist.all_gather(parts, x.contiguous(), group=self.group)
+            return x.copy_(functools.reduce(torch.add, (part.float() for part in parts)))
         if self.size > 1:
             dist.all_reduce(x, group=self.group)
         return x
