@@ -236,7 +236,7 @@ def cuts() -> Iterator[Case]:
 
 
 def products() -> Iterator[Case]:
-    """Yield the products with 8-bit and 4-bit weights; a device of capability 8.0 has no float8."""
+    """Yield the products with weights in 4, 8 and 16 bits; a device of capability 8.0 has no float8."""
     types = dict(x_ptr="*bf16", bias_ptr="*bf16")
     float8 = dict(weight_ptr="*fp8e4nv", scale_ptr=FLOAT, zero_ptr=FLOAT)
     integers = dict(scale_ptr="*bf16", zero_ptr="*i16")
@@ -245,6 +245,7 @@ def products() -> Iterator[Case]:
         ("float8", float8),
         ("int8", integers | {"weight_ptr": "*i8"}),
         ("4 bits", integers | {"weight_ptr": "*u8"}),
+        ("bf16", dict(weight_ptr="*bf16", scale_ptr="*bf16", zero_ptr="*bf16")),
     )
     for (kind, own), (tile, is_whole, is_in_turn) in product(kinds, (*tiles, (triton_linear.TILES[-1], True, True))):
         is_split = tile is not triton_linear.TILES[-1]
@@ -252,9 +253,10 @@ def products() -> Iterator[Case]:
         yield Case(
             name=f"multiply {kind}: {tile.rows} rows{odd}{turn}",
             kernel=triton_linear._multiply,
-            constants=dict(ROWS=tile.rows, OUTPUTS=tile.outputs, COLUMNS=128, TILES_PER_BLOCK=1, IS_WHOLE=is_whole)
-            | dict(IS_IN_TURN=is_in_turn, HAS_BIAS=not is_split, IS_INTERPRETED=False)
-            | dict(IS_PACKED=kind == "4 bits", HAS_ZERO=kind != "float8"),
+            constants=dict(ROWS=tile.rows, OUTPUTS=tile.outputs, TILES_PER_BLOCK=1, IS_WHOLE=is_whole)
+            | dict(COLUMNS=triton_linear._UNSCALED_COLUMNS if kind == "bf16" else 128)
+            | dict(IS_IN_TURN=is_in_turn, HAS_BIAS=not is_split, IS_INTERPRETED=False, IS_PACKED=kind == "4 bits")
+            | dict(HAS_SCALE=kind != "bf16", HAS_ZERO=kind in ("int8", "4 bits")),
             types=types | own | dict(out_ptr=FLOAT if is_split else "*bf16"),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,

@@ -81,10 +81,12 @@ def _combine(partial: Tensor, lse: Tensor, out: Tensor, *_: Any, **__: Any) -> N
 def _multiply(
     x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor, bias: Tensor, out: Tensor, num_rows: int, num_outputs: int,
     num_inputs: int, x_stride: int, tiles_each: int, in_turn: int,
-    *_: Any, COLUMNS: int, TILES_PER_BLOCK: int, HAS_BIAS: bool, HAS_ZERO: bool, **__: Any,
+    *_: Any, COLUMNS: int, TILES_PER_BLOCK: int, HAS_BIAS: bool, HAS_SCALE: bool, HAS_ZERO: bool, **__: Any,
 ) -> None:  # fmt: skip
     block = COLUMNS * TILES_PER_BLOCK
-    whole = BlockScaled(weight, scale, zero if HAS_ZERO else None, block, x.dtype).dequantized()
+    whole = (
+        BlockScaled(weight, scale, zero if HAS_ZERO else None, block, x.dtype).dequantized() if HAS_SCALE else weight
+    )
     if out.dim() == 2:
         out.copy_(F.linear(x, whole, bias if HAS_BIAS else None))  # to the bit as with a dequantized weight
     else:

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from workers.kernels.pointwise import add_rms_norm, head_input, rms_norm, rotate_, rotation, silu_mul
 from workers.kernels.triton_attention import plan, tree_attention
 from workers.kernels.triton_copy import copy_slots
 from workers.kernels.triton_linear import block_scaled_linear, kept_types
+from workers.kernels.triton_linear import linear as invariant_linear
 from workers.kernels.triton_sampling import coupled_argmax, gumbel, top_k
 from workers.kernels.triton_truncation import truncation_threshold
 
@@ -21,6 +24,7 @@ __all__ = [
     "coupled_argmax",
     "gumbel",
     "head_input",
+    "invariant_linear",
     "kept_types",
     "plan",
     "rms_norm",
@@ -34,3 +38,5 @@ __all__ = [
 
 NAME = "triton"
 IS_BATCH_INVARIANT = False
+INVARIANT = SimpleNamespace(**globals() | {"IS_BATCH_INVARIANT": True})
+"""Chains are not compiled: for one row the compiler may reduce in another order than for many."""

@@ -72,17 +72,22 @@ class Linear:
     def __init__(self, weight_OI: Tensor | BlockScaled, bias_O: Tensor | None = None, kernels: Kernels = TORCH) -> None:
         self.shape = weight_OI.shape
         self.bias_O = bias_O
-        self._is_invariant = kernels.IS_BATCH_INVARIANT
+        self._avoids_single_rows = False
         if isinstance(weight_OI, BlockScaled):
             self.weight, self._product = weight_OI, kernels.block_scaled_linear
+        elif kernels.IS_BATCH_INVARIANT and kernels.invariant_linear is not None:
+            self.weight, self._product = weight_OI, kernels.invariant_linear
         else:
             self.weight, self._product = _pack(weight_OI)
+            self._avoids_single_rows = kernels.IS_BATCH_INVARIANT
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         """Apply the layer."""
         if x_NI.shape[0] == 0:
             return x_NI.new_empty(0, self.shape[0])
-        if self._is_invariant and x_NI.shape[0] == 1:  # oneDNN adds up a single row of more than 1,024 in another order
+        if (
+            self._avoids_single_rows and x_NI.shape[0] == 1
+        ):  # oneDNN adds up a single row of more than 1,024 in another order
             return self._product(x_NI.expand(2, -1), self.weight, self.bias_O)[:1]
         return self._product(x_NI, self.weight, self.bias_O)
 

@@ -27,6 +27,7 @@ __all__ = [
     "coupled_argmax",
     "gumbel",
     "head_input",
+    "invariant_linear",
     "kept_types",
     "plan",
     "rms_norm",
@@ -40,6 +41,7 @@ __all__ = [
 
 NAME = "torch"
 IS_BATCH_INVARIANT = False
+invariant_linear = None
 
 
 class TopK(NamedTuple):

@@ -10,7 +10,7 @@ columns of them.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol, cast
 
@@ -44,6 +44,11 @@ class Kernels(Protocol):
     NAME: str
     IS_BATCH_INVARIANT: bool
     """Every row has the same bits, whatever is computed beside it: other requests, a tree, the rest of a prompt."""
+
+    @property
+    def invariant_linear(self) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
+        """x W^T + b for a weight in 16 bits, with sums as in `block_scaled_linear`; None = torch's have an order."""
+        ...
 
     def plan(
         self,

@@ -1,8 +1,8 @@
-"""Products with weights in 8 or 4 bits in Triton: the counterpart of `workers.kernels.block_scaled`.
+"""Products in Triton with weights in 8 or 4 bits, the counterpart of `workers.kernels.block_scaled`, and in 16 bits.
 
-Only the weights are in few bits. A program converts a tile of them to float32, subtracts the zero points of its blocks,
-multiplies it with their scales and rounds it to the inputs' dtype, all in registers, which gives the values of the
-dequantized weight. These are multiplied with the inputs on the tensor cores:
+The inputs are in 16 bits. A program converts a tile of a weight in fewer bits to float32, subtracts the zero points of
+its blocks, multiplies it with their scales and rounds it to the inputs' dtype, all in registers, which gives the values
+of the dequantized weight. These are multiplied with the inputs on the tensor cores:
 
     y^T = sum over the K columns of each block of  round((w - zero) * scale) x^T        in float32, then + bias
 
@@ -10,7 +10,8 @@ The product is transposed, because Hopper's tensor cores read their first operan
 are; it also lets few rows fill a tile of 16. A sum over all columns is in *splits*, whose sums are added in order. How
 many there are depends on the weight's shape alone. For few rows each split is a program's, or a weight with few outputs
 would not keep a GPU's memory busy, and a second kernel adds them; for many rows one program computes them in turn. So
-a row's result does not depend on the rows beside it, provided that the tensor cores add alike in every tile.
+a row's result does not depend on the rows beside it, provided that the tensor cores add alike in every tile. That is
+why batch-invariant kernels multiply weights in 16 bits by this kernel, too.
 
 Legend: N rows, O outputs, I inputs, B blocks of columns, S splits.
 """
@@ -36,6 +37,8 @@ from workers.kernels.block_scaled import (
 from workers.kernels.interpreted import is_interpreted
 
 _SUM_BLOCK = 1024
+_UNSCALED_COLUMNS = 64
+"""The columns of a tile of a weight in 16 bits: 128 bytes of a row."""
 _UNIT = tl.constexpr(UNIT)
 
 
@@ -62,10 +65,32 @@ def kept_types(dtype: torch.dtype, device: torch.device) -> frozenset[torch.dtyp
 
 def block_scaled_linear(x_NI: Tensor, weight: BlockScaled, bias_O: Tensor | None) -> Tensor:
     """See `workers.kernels.select.Kernels.block_scaled_linear`."""
-    num_rows, (num_outputs, num_inputs) = len(x_NI), weight.shape
     columns = tile_columns(weight.block)
-    assert x_NI.shape[1] == num_inputs and x_NI.dtype == weight.dtype and columns is not None
-    assert weight.values_OI.is_contiguous() and weight.scale_BO.is_contiguous()
+    assert x_NI.dtype == weight.dtype and columns is not None and weight.scale_BO.is_contiguous()
+    scales = _Scales(weight.scale_BO, weight.zero_BO, weight.block // columns)
+    return _product(x_NI, weight.values_OI, weight.shape, bias_O, columns, scales)
+
+
+def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """See `workers.kernels.select.Kernels.invariant_linear`."""
+    assert x_NI.dtype == weight_OI.dtype and x_NI.dtype in (torch.bfloat16, torch.float16)
+    return _product(x_NI, weight_OI, weight_OI.shape, bias_O, _UNSCALED_COLUMNS, None)
+
+
+class _Scales(NamedTuple):
+    """What turns values into weights, see `BlockScaled`."""
+
+    scale_BO: Tensor
+    zero_BO: Tensor | None
+    tiles_per_block: int
+
+
+def _product(
+    x_NI: Tensor, values_OI: Tensor, shape: torch.Size, bias_O: Tensor | None, columns: int, scales: _Scales | None
+) -> Tensor:
+    """Return x W^T + b. shape: of the weight. columns: of a tile. scales: None = the values are the weight."""
+    num_rows, (num_outputs, num_inputs) = len(x_NI), shape
+    assert x_NI.shape[1] == num_inputs and values_OI.is_contiguous()
     x_NI = x_NI if x_NI.stride(1) == 1 else x_NI.contiguous()
     out_NO = x_NI.new_empty(num_rows, num_outputs)
     if not num_rows:
@@ -76,22 +101,26 @@ def block_scaled_linear(x_NI: Tensor, weight: BlockScaled, bias_O: Tensor | None
     is_split = in_turn < splits
     partial_SNO = out_NO.new_empty(splits, num_rows, num_outputs, dtype=torch.float32) if is_split else out_NO
     grid = (triton.cdiv(num_rows, tile.rows), triton.cdiv(num_outputs, tile.outputs), splits // in_turn)
-    bias_or_any = out_NO if bias_O is None else bias_O
-    zero_or_any = weight.scale_BO if weight.zero_BO is None else weight.zero_BO
+    scale_BO, zero_BO, tiles_per_block = scales or (None, None, 1)
     _multiply[grid](
-        x_NI, weight.values_OI, weight.scale_BO, zero_or_any, bias_or_any, partial_SNO,
+        x_NI, values_OI, _or_any(scale_BO, out_NO), _or_any(zero_BO, out_NO), _or_any(bias_O, out_NO), partial_SNO,
         num_rows, num_outputs, num_inputs, x_NI.stride(0), triton.cdiv(num_tiles, splits), in_turn,
-        ROWS=tile.rows, OUTPUTS=tile.outputs, COLUMNS=columns, TILES_PER_BLOCK=weight.block // columns,
+        ROWS=tile.rows, OUTPUTS=tile.outputs, COLUMNS=columns, TILES_PER_BLOCK=tiles_per_block,
         IS_WHOLE=num_inputs % columns == 0, IS_IN_TURN=in_turn > 1, HAS_BIAS=bias_O is not None and not is_split,
-        IS_PACKED=weight.is_packed, HAS_ZERO=weight.zero_BO is not None,
+        IS_PACKED=values_OI.dtype == PACKED, HAS_SCALE=scale_BO is not None, HAS_ZERO=zero_BO is not None,
         IS_INTERPRETED=is_interpreted(), num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if is_split:
         _add_splits[(num_rows, triton.cdiv(num_outputs, _SUM_BLOCK))](
-            partial_SNO, bias_or_any, out_NO, num_rows, num_outputs,
+            partial_SNO, _or_any(bias_O, out_NO), out_NO, num_rows, num_outputs,
             SPLITS=splits, BLOCK=_SUM_BLOCK, HAS_BIAS=bias_O is not None, IS_INTERPRETED=is_interpreted(),
         )  # fmt: skip
     return out_NO
+
+
+def _or_any(tensor: Tensor | None, any_one: Tensor) -> Tensor:
+    """Return a tensor to pass where a kernel has a pointer that it may not read."""
+    return any_one if tensor is None else tensor
 
 
 @triton.jit
@@ -111,9 +140,13 @@ def _load(ptr, is_there, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _add_product(total, value, zero, scale, x, IS_INTERPRETED: tl.constexpr):
+def _add_scaled(total, value, zero, scale, x, IS_INTERPRETED: tl.constexpr):
     """Return total + w x^T of the float32 values [OUTPUTS, K] of a weight and inputs [ROWS, K]."""
-    weight = _rounded((value - zero) * scale, x.dtype, IS_INTERPRETED)
+    return _add_product(total, _rounded((value - zero) * scale, x.dtype, IS_INTERPRETED), x, IS_INTERPRETED)
+
+
+@triton.jit
+def _add_product(total, weight, x, IS_INTERPRETED: tl.constexpr):
     if IS_INTERPRETED:  # its arithmetic in 16 bits is wrong; products of two such numbers are exact in float32
         weight = weight.to(tl.float32)
         x = x.to(tl.float32)
@@ -124,7 +157,8 @@ def _add_product(total, value, zero, scale, x, IS_INTERPRETED: tl.constexpr):
 def _sum_of_split(
     x_ptr, weight_ptr, scale_ptr, zero_ptr, first, last, num_outputs, num_inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TILES_PER_BLOCK: tl.constexpr,
-    IS_WHOLE: tl.constexpr, IS_PACKED: tl.constexpr, HAS_ZERO: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    IS_WHOLE: tl.constexpr, IS_PACKED: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Return the sum [OUTPUTS, ROWS] over the tiles first .. last - 1 of columns. Pointers are to columns 0."""
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
@@ -133,18 +167,20 @@ def _sum_of_split(
     column = place // (_UNIT // 2) * _UNIT + place % (_UNIT // 2) if IS_PACKED else place
     for tile in range(first, last):
         block = (tile // TILES_PER_BLOCK) * num_outputs
-        scale = tl.load(scale_ptr + block).to(tl.float32)
+        scale = tl.load(scale_ptr + block).to(tl.float32) if HAS_SCALE else 1.0
         zero = tl.load(zero_ptr + block).to(tl.float32) if HAS_ZERO else 0.0
         is_column = column < num_inputs - tile * COLUMNS
         stored = _load(weight_ptr + tile * WIDTH + place, is_column, IS_WHOLE)
         x = _load(x_ptr + tile * COLUMNS + column, is_column, IS_WHOLE)
         if IS_PACKED:
             low, high = (stored & 15).to(tl.float32) - 8.0, (stored >> 4).to(tl.float32) - 8.0
-            total = _add_product(total, low, zero, scale, x, IS_INTERPRETED)
+            total = _add_scaled(total, low, zero, scale, x, IS_INTERPRETED)
             x = _load(x_ptr + tile * COLUMNS + column + _UNIT // 2, is_column, IS_WHOLE)
-            total = _add_product(total, high, zero, scale, x, IS_INTERPRETED)
+            total = _add_scaled(total, high, zero, scale, x, IS_INTERPRETED)
+        elif HAS_SCALE:
+            total = _add_scaled(total, stored.to(tl.float32), zero, scale, x, IS_INTERPRETED)
         else:
-            total = _add_product(total, stored.to(tl.float32), zero, scale, x, IS_INTERPRETED)
+            total = _add_product(total, stored, x, IS_INTERPRETED)
     return total
 
 
@@ -155,7 +191,7 @@ def _multiply(
     num_rows, num_outputs, num_inputs, x_stride, tiles_each, in_turn,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TILES_PER_BLOCK: tl.constexpr,
     IS_WHOLE: tl.constexpr, IS_IN_TURN: tl.constexpr, HAS_BIAS: tl.constexpr,
-    IS_PACKED: tl.constexpr, HAS_ZERO: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    IS_PACKED: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -170,14 +206,16 @@ def _multiply(
     first = tl.program_id(2) * tiles_each
     total = _sum_of_split(
         x_ptr, weight_ptr, scale_ptr, zero_ptr, first, tl.minimum(first + tiles_each, num_tiles), num_outputs,
-        num_inputs, ROWS, OUTPUTS, COLUMNS, TILES_PER_BLOCK, IS_WHOLE, IS_PACKED, HAS_ZERO, IS_INTERPRETED,
+        num_inputs, ROWS, OUTPUTS, COLUMNS, TILES_PER_BLOCK, IS_WHOLE, IS_PACKED, HAS_SCALE, HAS_ZERO,
+        IS_INTERPRETED,
     )  # fmt: skip
     if IS_IN_TURN:
         for split in range(1, in_turn):
             first = split * tiles_each
             total += _sum_of_split(
                 x_ptr, weight_ptr, scale_ptr, zero_ptr, first, tl.minimum(first + tiles_each, num_tiles), num_outputs,
-                num_inputs, ROWS, OUTPUTS, COLUMNS, TILES_PER_BLOCK, IS_WHOLE, IS_PACKED, HAS_ZERO, IS_INTERPRETED,
+                num_inputs, ROWS, OUTPUTS, COLUMNS, TILES_PER_BLOCK, IS_WHOLE, IS_PACKED, HAS_SCALE,
+                HAS_ZERO, IS_INTERPRETED,
             )  # fmt: skip
     if HAS_BIAS:
         total += tl.load(bias_ptr + own_output).to(tl.float32)[:, None]

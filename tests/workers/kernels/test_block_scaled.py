@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from typing import cast
 
 import pytest
 import torch
@@ -107,6 +108,20 @@ def test_a_product_equals_that_with_the_dequantized_weight(
             assert (made.double() - exact).abs().max() <= TOLERANCE[dtype] * exact.abs().max()
 
 
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs"), [(130, 200), (1, 64), pytest.param(70, 2304, marks=pytest.mark.slow)]
+)
+def test_a_product_with_a_weight_in_16_bits_equals_torchs(num_rows: int, num_outputs: int, num_inputs: int) -> None:
+    weight, bias = rows(num_outputs, num_inputs, torch.bfloat16), rows(1, num_outputs, torch.bfloat16)[0]
+    x = rows(num_rows, 2 * num_inputs, torch.bfloat16)[:, ::2]
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    made = Linear(weight, bias, cast(Kernels, fused.INVARIANT))(x)
+    assert made.dtype == torch.bfloat16 and made.shape == exact.shape
+    if num_rows:
+        assert (made.double() - exact).abs().max() <= TOLERANCE[torch.bfloat16] * exact.abs().max()
+
+
 @needs_float8
 @pytest.mark.parametrize("num_inputs", [200, pytest.param(2304, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_rows", [16, 32, SPLIT_ROWS, 200])
@@ -120,6 +135,16 @@ def test_the_rows_beside_it_do_not_change_a_row(num_rows: int, num_inputs: int) 
     fewer = num_rows // 2 + 3  # in the same tile, some of whose rows are then missing
     if num_rows < 200:
         assert torch.equal(fused.block_scaled_linear(x[:fewer], weight, None), together[:fewer])
+
+
+@pytest.mark.usefixtures("sums_in_order")
+@pytest.mark.parametrize("num_inputs", [200, pytest.param(2304, marks=pytest.mark.slow)])
+def test_the_number_of_rows_does_not_change_a_row(num_inputs: int) -> None:
+    weight, x = rows(70, num_inputs, torch.bfloat16), rows(200, num_inputs, torch.bfloat16)
+    together = fused.invariant_linear(x, weight, None)
+    for first, num_rows in ((0, 1), (7, 2), (3, 16), (1, 17), (9, 33), (130, 64), (0, 65), (40, 150)):
+        alone = fused.invariant_linear(x[first : first + num_rows], weight, None)
+        assert torch.equal(alone, together[first : first + num_rows])
 
 
 def test_sums_are_split_for_narrow_weights_alone() -> None:
