@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -61,11 +62,20 @@ def naming_lost_peers(me: str, step: int) -> Iterator[None]:
         raise
 
 
+def _nothing() -> None:
+    pass
+
+
 class Transport(NamedTuple):
-    """How the bytes of one tensor are sent, and received into another."""
+    """How the bytes of one tensor are sent, and received into another.
+
+    abort: ends what waits on the device for a peer that is lost. Otherwise its kernel would wait on, and with it
+    whatever is launched later.
+    """
 
     put: Callable[[Tensor], None]
     take: Callable[[Tensor], None]
+    abort: Callable[[], None] = _nothing
 
 
 class _Buffers:
@@ -207,6 +217,8 @@ class Channel:
             with PULSE.waiting():
                 operation(tensor)
         except (RuntimeError, OSError) as error:  # gloo and NCCL raise the former for a lost peer and for a timeout
+            if self._device_transport is not None:
+                self._device_transport.abort()
             when = f"at step {self._step}" if self._step >= 0 else "before the first step"
             raise PeerLost(f"{self._me} lost {self._peer} {when}: {error}") from error
 
@@ -242,11 +254,24 @@ def link_between_devices(
     peer: str,
     device_part: DevicePart,
     where: torch.device,
+    may_lose: bool = False,
 ) -> Channel:
-    """Open a channel in both directions whose `device_part` travels from device to device over NCCL."""
+    """Open a channel in both directions whose `device_part` travels from device to device over NCCL.
+
+    may_lose: this rank may lose the peer and go on, so it waits on the host; on the device it would wait forever.
+    """
+
+    def take(tensor: Tensor) -> None:
+        work = dist.irecv(tensor, src=peer_rank, group=group)
+        assert work is not None
+        while may_lose and not work.is_completed():
+            host.check()
+        work.wait()
+
     over_nccl = Transport(
         put=lambda tensor: dist.send(tensor, dst=peer_rank, group=group),
-        take=lambda tensor: _ignore(dist.recv(tensor, src=peer_rank, group=group)),
+        take=take,
+        abort=partial(abort_nccl, group),
     )
     through_host = Transport(host.put, host.take)
     return Channel(
@@ -296,5 +321,7 @@ def fan_out(group: dist.ProcessGroup, source_rank: int, *, me: str, peer: str, d
     return Channel(me=me, peer=peer, host=transport, first_bytes=_HEADER_BYTES + _BROADCAST_BYTES)
 
 
-def _ignore(_: object) -> None:
-    return None
+def abort_nccl(group: dist.ProcessGroup) -> None:
+    """Free the device of what waits for a group's peer. The group is of no use afterwards."""
+    if "nccl" in dist.get_backend_config(group):
+        group._get_backend(torch.device("cuda")).abort()

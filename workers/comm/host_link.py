@@ -67,6 +67,11 @@ class HostLink:
                 raise ConnectionResetError("it closed the link")
             rest = rest[received:]
 
+    def check(self) -> None:
+        """Raise ConnectionResetError if the peer is gone."""
+        if self._poll(select.POLLRDHUP, 0.0):
+            raise ConnectionResetError("it closed the link")
+
     def close(self) -> None:
         """Close this end; the peer's next operation fails."""
         self._socket.close()

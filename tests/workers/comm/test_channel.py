@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 import time
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from tests.support.fakes import in_processes
 from workers.comm.channel import DevicePart, PeerLost, faster_link, link_between_devices
 from workers.comm.groups import World
-from workers.comm.host_link import LinkOffer, connect
+from workers.comm.host_link import HostLink, LinkOffer, connect
 from workers.comm.wire import Kind
 from workers.config import DraftConfig, EngineConfig, TreeRules
 from workers.settings import SamplingSettings
@@ -258,6 +259,35 @@ def test_messages_arrive_however_they_are_split_and_both_ends_choose_one_way():
 def test_a_killed_drafter_is_named_with_the_step_at_once():
     said = dict(in_processes(lose_the_drafter, config()))
     assert said[0].startswith("verifier 0 lost drafter 0 at step 41:"), said[0]
+
+
+class NeverDone:
+    """A receive over NCCL whose peer has died."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("dies_before_its_body", [True, False])
+def test_the_device_is_freed_of_what_waits_for_a_lost_peer(dies_before_its_body, monkeypatch):
+    """Its kernel would spin on, and every later forward pass behind it."""
+    ours, theirs = socket.socketpair()
+    group, aborted = dist.group.WORLD, []
+    monkeypatch.setattr(dist, "send", lambda *args, **options: None)
+    monkeypatch.setattr(dist, "irecv", lambda *args, **options: NeverDone())
+    monkeypatch.setattr("workers.comm.channel.abort_nccl", aborted.append)
+    channel = link_between_devices(
+        HostLink(ours, 20.0), group, 1, me="verifier 0", peer="drafter 0", device_part=DevicePart.BODY,
+        where=torch.device("cpu"), may_lose=True,
+    )  # fmt: skip
+    channel.send(draft_request(3, 8), 41)
+    if dies_before_its_body:
+        theirs.sendall(np.array([Kind.DRAFT_REPLY, 41, 100, 0], dtype=np.int64).tobytes())
+    theirs.close()
+    with pytest.raises(PeerLost, match="verifier 0 lost drafter 0 at step 41"):
+        channel.receive()
+    ours.close()
+    assert aborted == [group]
 
 
 def test_a_silent_drafter_is_lost_after_the_step_timeout():
