@@ -460,7 +460,8 @@ class SpeculativeSettings(Settings):
     """None = dedicated if there are enough devices."""
     draft_link: Literal["auto", "nccl", "host"] = "auto"
     """How messages travel between dedicated GPUs: over NCCL, or through host memory, where NCCL cannot run. 'auto'
-    sends features over NCCL, and the rest as timed at start-up. On CPUs and a shared GPU it is always 'host'."""
+    sends features over NCCL, and the rest as timed at start-up; where NCCL does not connect them, all through the host.
+    On CPUs and a shared GPU it is always 'host'."""
     draft_fallback: bool = True
     """If the drafter dies, go on without drafts and start another one; False = replace the whole engine."""
     prompt_lookup_max: PositiveInt | None = None

@@ -142,7 +142,8 @@ class DraftConfig:
     tensor_parallel_size: int = 1
     placement: Literal["dedicated", "colocated"] = "dedicated"
     link: Literal["auto", "nccl", "host"] = "auto"
-    """Between devices: features over NCCL and the rest as measured; all over NCCL; or all through the host."""
+    """Between devices: features over NCCL, if it connects them, and the rest as measured; all over NCCL; or all through
+    the host."""
     fallback: bool = True
     """Whether the engine goes on without drafts if it loses its drafter, until a new one connects."""
     tree: TreeConfig = TreeConfig()

@@ -8,6 +8,7 @@ verifier 0 is a host link.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,6 +27,7 @@ from workers.comm.channel import (
     Channel,
     ChannelOffer,
     DevicePart,
+    abort_nccl,
     fan_out,
     faster_link,
     link_between_devices,
@@ -34,8 +37,12 @@ from workers.comm.host_link import SPIN_BESIDE_GPU_S, SPIN_S, HostLink, LinkOffe
 from workers.config import EngineConfig
 from workers.models.layers import TensorParallel
 
+logger = logging.getLogger(__name__)
+
 CONNECT_S = 60.0
 """How long the first exchange over NCCL may take once all ranks are there."""
+_ABORT_S = 45.0
+"""The same for the link, if messages may take the host instead."""
 _LINK_KEY = "host_link"
 """Where the store has the address of the host link."""
 _ADVICE = (
@@ -171,8 +178,10 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
     sides = [list(range(size)), list(range(size, config.world_size))]
     # Every rank creates every group, in this order.
     side_groups = [_new_group(config, ranks) for ranks in sides]
-    has_nccl_link = bool(sides[1]) and not config.has_host_link
-    link_group = _new_group(config, [0, size]) if has_nccl_link else None
+    link_group = None
+    if sides[1] and not config.has_host_link:
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # its watchdog would end a process that has aborted it
+        link_group = _new_group(config, [0, size])
 
     side = 0 if rank < size else 1
     own = rank - sides[side][0]
@@ -267,14 +276,33 @@ def _device_link(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Channel:
-    """Open the NCCL link to the other side's first rank, for whole messages or, as measured, for features alone."""
+    """Open the NCCL link to the other side's first rank, for whole messages or, as measured, for features alone.
+
+    Under `auto` it is a link through host memory where NCCL does not connect the two.
+    """
     assert config.draft is not None
-    _connect(
-        lambda: _exchange(group, rank, peer_rank, device), group, f"{config.role_of(rank)} and its peer over the link"
-    )
-    me, peer = config.role_of(rank), config.role_of(peer_rank)
+    me, peer, is_connected = config.role_of(rank), config.role_of(peer_rank), True
+    may_use_host = config.draft.link == "auto"
+    try:
+        _connect(
+            lambda: _exchange(group, rank, peer_rank, device),
+            group,
+            f"{me} and its peer over the link",
+            abort=partial(abort_nccl, group) if may_use_host else None,
+        )
+    except NotConnected as error:
+        if not may_use_host:
+            raise
+        logger.warning("%s; messages and features take host memory instead", error)
+        is_connected = False
+    if not _all_agree(is_connected, group):
+        abort_nccl(group)
+        return link_through_host(through_host, me=me, peer=peer)
+    may_lose = rank == 0 and config.draft.fallback
     links = {
-        part: link_between_devices(through_host, group, peer_rank, me=me, peer=peer, device_part=part, where=device)
+        part: link_between_devices(
+            through_host, group, peer_rank, me=me, peer=peer, device_part=part, where=device, may_lose=may_lose
+        )
         for part in (DevicePart.BODY, DevicePart.BULK)
     }
     if config.draft.link == "nccl":
@@ -297,26 +325,39 @@ def _startup_timeout(config: EngineConfig) -> timedelta:
     return timedelta(seconds=config.startup_timeout_s)
 
 
-def _connect(exchange: Callable[[], bool], group: dist.ProcessGroup, who: str) -> None:
+def _connect(
+    exchange: Callable[[], bool], group: dist.ProcessGroup, who: str, abort: Callable[[], None] | None = None
+) -> None:
     """Make NCCL connect the ranks of a group by a first exchange, which returns whether the right bytes arrived.
 
     NCCL connects at the first exchange, which takes up to seconds. In the first step, `auto` would count that time as
     the cost of a draft. Where GPUs or nodes cannot reach each other, it waits forever, and after CONNECT_S the process
-    ends; or it delivers other bytes, for which this raises NotConnected.
+    ends; or it delivers other bytes, for which this raises NotConnected. abort: tried before that, to end the exchange.
     """
-    dist.all_reduce(torch.zeros(1), group=group)  # over gloo, so that all are here when the time begins
+    _all_agree(True, group)  # so that all are here when the time begins
     what = f"{who}: the first exchange over NCCL"
-    timer = threading.Timer(CONNECT_S, _give_up, [f"{what} took more than {CONNECT_S:.0f} s; {_ADVICE}"])
-    timer.daemon = True
-    timer.start()
+    timers = [threading.Timer(CONNECT_S, _give_up, [f"{what} took more than {CONNECT_S:.0f} s; {_ADVICE}"])]
+    if abort is not None:
+        timers.append(threading.Timer(_ABORT_S, abort))
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
     try:
         is_right = exchange()
     except RuntimeError as error:
         raise NotConnected(f"{what} failed: {error}; {_ADVICE}") from error
     finally:
-        timer.cancel()
+        for timer in timers:
+            timer.cancel()
     if not is_right:
         raise NotConnected(f"{what} did not deliver what was sent; {_ADVICE}")
+
+
+def _all_agree(value: bool, group: dist.ProcessGroup) -> bool:
+    """Return whether `value` is true on every rank of a group. Collective, over gloo."""
+    least = torch.tensor([value], dtype=torch.int32)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    return bool(least)
 
 
 def _give_up(why: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,9 @@ import torch.distributed as dist
 from tests.support.fakes import in_processes
 from workers.comm import groups
 from workers.comm.groups import World, open_store
-from workers.config import EngineConfig
+from workers.comm.host_link import LinkOffer
+from workers.comm.host_link import connect as connect_host
+from workers.config import DraftConfig, EngineConfig
 
 PROC_NET = Path("/proc/net/tcp")
 LISTENING = "0A"
@@ -103,6 +107,54 @@ def test_a_connection_is_checked_by_what_arrives_and_does_not_wait_forever(
     told = said(hang)
     assert "verifier 0: the first exchange over NCCL took more than 2 s" in told
     assert "NCCL_P2P_DISABLE=1" in told and "NCCL_SOCKET_IFNAME" in told and "draft_link" in told
+
+
+def link(world: World, draft_link: Any, breaks: Callable[..., Any] | None) -> str:
+    """Open the link of a dedicated drafter over gloo, of which an operation is broken, and use it."""
+    group, device, store = dist.new_group([0, 1]), torch.device("cpu"), dist.distributed_c10d._get_default_store()
+    if world.rank == 0:
+        offer = LinkOffer("127.0.0.1", 20.0, 20.0)
+        store.set("a link", offer.address)
+    host = offer.wait() if world.rank == 0 else connect_host(store.get("a link").decode(), 20.0)
+    groups.CONNECT_S, groups._ABORT_S = 30.0, 1.0
+    aborted = threading.Event()
+    groups.abort_nccl = lambda group: aborted.set()
+    if breaks is flip and world.rank == 1:
+        dist.send = flip
+    elif breaks in (refuse, hang_until_aborted):
+        dist.send = dist.recv = partial(breaks, aborted=aborted)
+    config = replace(world.config, draft=DraftConfig(method="eagle3", model_path="", link=draft_link, fallback=False))
+    try:
+        channel = groups._device_link(config, world.rank, 1 - world.rank, host, group, device)
+    except groups.NotConnected as error:
+        return str(error)
+    if world.rank == 0:
+        channel.heartbeat(5)
+    else:
+        assert channel.receive().step == 5
+    return "through the host" if channel._device_transport is None else f"over NCCL, aborted {aborted.is_set()}"
+
+
+def refuse(*args: Any, aborted: threading.Event, **kwargs: Any) -> None:
+    raise RuntimeError("ncclInvalidUsage: Duplicate GPU detected")
+
+
+def hang_until_aborted(*args: Any, aborted: threading.Event, **kwargs: Any) -> None:
+    assert aborted.wait(20)
+    raise RuntimeError("NCCL communicator was aborted")
+
+
+@pytest.mark.parametrize("breaks", [flip, refuse, hang_until_aborted])
+def test_a_link_that_does_not_connect_takes_the_host_unless_nccl_was_asked_for(breaks: Callable[..., Any]) -> None:
+    engine = EngineConfig(model_path="", tensor_parallel_size=2)
+
+    def said(draft_link: str, breaks: Callable[..., Any] | None) -> dict[int, str]:
+        return dict(in_processes(partial(link, draft_link=draft_link, breaks=breaks), engine))
+
+    assert said("auto", breaks) == dict.fromkeys([0, 1], "through the host")
+    if breaks is refuse:
+        assert said("auto", None) == dict.fromkeys([0, 1], "over NCCL, aborted False")
+        assert "Duplicate GPU detected; set NCCL_DEBUG=INFO" in said("nccl", breaks)[1]
 
 
 def test_ranks_meet_in_the_store() -> None:
