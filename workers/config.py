@@ -274,6 +274,16 @@ class EngineConfig:
         tp = self.tensor_parallel_size
         return f"verifier {rank}" if rank < tp else f"drafter {rank - tp}"
 
+    def ranks_on_device_of(self, rank: int) -> list[int]:
+        """Return the ranks on the same device as this rank, itself included."""
+        ranks = list(range(self.world_size))
+        if self.device == "cpu":
+            return ranks
+        if self.draft is None or self.draft.placement != "colocated":
+            return [rank]
+        tp = self.tensor_parallel_size
+        return [other for other in ranks if other % tp == rank % tp]
+
     def to_json(self) -> str:
         """Serialize for another process."""
         return json.dumps(asdict(self))

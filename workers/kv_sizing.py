@@ -50,7 +50,7 @@ def agree_on_pages(world: World, bytes_per_slot: int, *, bytes_beside: int = 0) 
     if config.num_pages is not None:
         fits = config.num_pages
     else:
-        here = ranks_on_device_of(config, world.rank)
+        here = config.ranks_on_device_of(world.rank)
         free = _free_bytes(world, sum(beside[rank] for rank in here))
         fits = int(free // (sum(every[rank] for rank in here) * config.page_size))
     return usable_pages(config, world.agree_on_minimum(fits))
@@ -75,17 +75,6 @@ def usable_pages(config: EngineConfig, fits: int) -> int:
             f"max_model_len {config.max_model_len} needs {pages_per_request}: {instead}"
         )
     return pages
-
-
-def ranks_on_device_of(config: EngineConfig, rank: int) -> list[int]:
-    """Return the ranks whose pools are on the same device as this rank's, itself included."""
-    ranks = list(range(config.world_size))
-    if config.device == "cpu":
-        return ranks
-    if config.draft is None or config.draft.placement != "colocated":
-        return [rank]
-    tp = config.tensor_parallel_size
-    return [other for other in ranks if other % tp == rank % tp]
 
 
 def _free_bytes(world: World, beside: int) -> float:

@@ -14,7 +14,7 @@ from tests.support.engines import bundled
 from workers import kv_sizing
 from workers.config import DraftConfig, EngineConfig
 from workers.kv_cache import FP8, KVPool
-from workers.kv_sizing import agree_on_pages, logits_bytes, ranks_on_device_of
+from workers.kv_sizing import agree_on_pages, logits_bytes
 from workers.models.readers import read_spec
 
 GIB = 1 << 30
@@ -66,7 +66,7 @@ def pages(
     ],
 )
 def test_ranks_on_one_device_share_its_memory(config, sharing):
-    assert [ranks_on_device_of(config, rank) for rank in range(config.world_size)] == sharing
+    assert [config.ranks_on_device_of(rank) for rank in range(config.world_size)] == sharing
 
 
 def test_a_colocated_drafter_takes_the_same_memory(monkeypatch):

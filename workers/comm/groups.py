@@ -175,6 +175,8 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
     """Connect this rank to the engine's other ranks. Blocks until every rank has joined."""
     store = _join(config, rank, config.world_size, store_address)
     host, device, size = store_address.rpartition(":")[0], _device(config), config.tensor_parallel_size
+    if device.type == "cuda":
+        _check_devices(config, rank, _device_name(device))
     sides = [list(range(size)), list(range(size, config.world_size))]
     # Every rank creates every group, in this order.
     side_groups = [_new_group(config, ranks) for ranks in sides]
@@ -227,6 +229,26 @@ def join_successors(config: EngineConfig, rank: int, store_address: str) -> Worl
 
 def _device(config: EngineConfig) -> torch.device:
     return torch.device(config.device, 0) if config.device == "cuda" else torch.device("cpu")
+
+
+def _device_name(device: torch.device) -> str:
+    """Return what tells a rank's device from others: its UUID, its slice, and the host that NCCL is told to see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    parts = (torch.cuda.get_device_properties(device).uuid, visible * visible.startswith("MIG"))
+    return " ".join(map(str, filter(None, (*parts, os.environ.get("NCCL_HOSTID")))))
+
+
+def _check_devices(config: EngineConfig, rank: int, name: str) -> None:
+    """Raise ValueError if two ranks that need a device each have the same one. Collective; name: of this rank's."""
+    every = [""] * config.world_size
+    dist.all_gather_object(every, name)
+    for other, its in enumerate(every):
+        if its == name and other not in config.ranks_on_device_of(rank):
+            raise ValueError(
+                f"{config.role_of(rank)} and {config.role_of(other)} have the same GPU, {name}: give each rank one of "
+                "its own (name more GPUs in CUDA_VISIBLE_DEVICES, or unset it), lower tensor_parallel_size, or write "
+                "draft_placement=colocated"
+            )
 
 
 def _join(config: EngineConfig, rank: int, world_size: int, store_address: str) -> dist.Store:

@@ -23,7 +23,7 @@ from verifier.hidden_states import max_buffered_states
 from verifier.workspace import target_workspace
 from workers.config import EngineConfig
 from workers.kv_cache import KVPool
-from workers.kv_sizing import agree_on_pages, ranks_on_device_of
+from workers.kv_sizing import agree_on_pages
 from workers.models.draft_methods import read_specs
 
 LLAMA = {
@@ -79,7 +79,7 @@ def served_pages(config: EngineConfig, memory_bytes: float, monkeypatch: pytest.
         held.append(CONTEXT_BYTES + shards[is_drafter].weight_bytes + states)
 
     def pages_of(rank: int) -> int:
-        free = max(0, memory_bytes - sum(held[other] for other in ranks_on_device_of(config, rank)))
+        free = max(0, memory_bytes - sum(held[other] for other in config.ranks_on_device_of(rank)))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, memory_bytes))
         gathered = iter([slots, beside])
         agreed: list[int] = []

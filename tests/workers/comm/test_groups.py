@@ -7,10 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,6 +157,37 @@ def test_a_link_that_does_not_connect_takes_the_host_unless_nccl_was_asked_for(b
     if breaks is refuse:
         assert said("auto", None) == dict.fromkeys([0, 1], "over NCCL, aborted False")
         assert "Duplicate GPU detected; set NCCL_DEBUG=INFO" in said("nccl", breaks)[1]
+
+
+@pytest.mark.parametrize(
+    ("placement", "second", "said"),
+    [
+        ("dedicated", "GPU-b", "started"),
+        ("dedicated", "GPU-a", "have the same GPU, GPU-a: give each rank one of its own"),
+        ("colocated", "GPU-a", "started"),
+    ],
+)
+def test_two_ranks_on_one_device_are_refused_unless_they_share_it(
+    placement: Any, second: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where an environment hides the assignment, all ranks would take the first GPU."""
+    draft = DraftConfig(method="eagle3", model_path="", placement=placement)
+    config, names = EngineConfig(model_path="", device="cuda", draft=draft), ["GPU-a", second]
+    monkeypatch.setattr(dist, "all_gather_object", lambda every, name: every.__setitem__(slice(None), names))
+    for rank, name in enumerate(names):
+        with nullcontext() if said == "started" else pytest.raises(ValueError, match=said):
+            groups._check_devices(config, rank, name)
+
+
+def test_a_device_is_named_by_its_slice_and_the_host_that_nccl_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-a"))
+    for variable, value, name in [
+        ("CUDA_VISIBLE_DEVICES", "1", "GPU-a"),
+        ("CUDA_VISIBLE_DEVICES", "MIG-b", "GPU-a MIG-b"),
+        ("NCCL_HOSTID", "c", "GPU-a MIG-b c"),
+    ]:
+        monkeypatch.setenv(variable, value)
+        assert groups._device_name(torch.device("cuda", 0)) == name
 
 
 def test_ranks_meet_in_the_store() -> None:
