@@ -92,8 +92,11 @@ class World:
     def end_start_up(self) -> None:
         """Let the timeouts of steps apply. Until then every wait has the start-up's, whatever ranks load or compile.
 
-        Rank 0 calls it before it sends its first heartbeat, the others when that arrives.
+        Rank 0 calls it before it sends its first heartbeat, the others when that arrives. From then on a rank of a GPU
+        has one thread: what it computes on the host is small, and threads that wait for more would spin.
         """
+        if self.device.type == "cuda":
+            torch.set_num_threads(1)
         for connection, seconds in self.step_timeouts:
             connection.set_timeout(timedelta(seconds=seconds))
 

@@ -25,6 +25,7 @@ from workers.comm.groups import World, open_store
 from workers.comm.host_link import LinkOffer
 from workers.comm.host_link import connect as connect_host
 from workers.config import DraftConfig, EngineConfig
+from workers.models.layers import TensorParallel
 
 PROC_NET = Path("/proc/net/tcp")
 LISTENING = "0A"
@@ -188,6 +189,19 @@ def test_a_device_is_named_by_its_slice_and_the_host_that_nccl_sees(monkeypatch:
     ]:
         monkeypatch.setenv(variable, value)
         assert groups._device_name(torch.device("cuda", 0)) == name
+
+
+@pytest.mark.parametrize(("device", "threads"), [("cpu", 2), ("cuda", 1)])
+def test_ranks_of_gpus_serve_with_one_thread(device: str, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    tp = TensorParallel(rank=0, size=1)
+    world = World(
+        config=EngineConfig(model_path=""), rank=0, role="", device=torch.device(device), tp=tp, peers=None, link=None
+    )
+    world.end_start_up()
+    assert torch.get_num_threads() == threads
+    torch.set_num_threads(before)
 
 
 def test_ranks_meet_in_the_store() -> None:
