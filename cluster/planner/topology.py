@@ -72,6 +72,11 @@ def describe(name: str, config: EngineConfig, shards: list[ModelShard]) -> str:
         )
     if any(shard.saved_bytes for shard in shards):
         lines.append("note     FP8 weights are counted in 8 bits, as GPUs from compute capability 8.9 on keep them")
+    if config.device == "cuda" and shards[0].expert_items:
+        lines.append(
+            "note     a mixture of experts has CUDA graphs at most in bfloat16 on compute capability 9.x and 10.x; "
+            "elsewhere each of its kernels is launched, so that small steps take longer than is predicted"
+        )
     if config.device == "cuda" and not visible_gpus():
         lines.append(f"note     no GPU is visible here: whether a node has {len(bundles)} is not checked")
     return "\n".join(lines)
