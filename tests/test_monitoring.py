@@ -31,7 +31,7 @@ ADDED = {"job", "instance", "pod", "namespace", "ray_io_cluster", "ray_io_node_t
 
 def exported() -> dict[str, set[str]]:
     """Return the label names of every sample that a service exports once it has seen every kind of event."""
-    stats = EngineStats(pruned_per_depth=[1], verified_per_depth=[1])
+    stats = EngineStats(pruned_per_depth=[1], verified_per_depth=[1], greedy_acceptance=[1.0], sampled_acceptance=[1.0])
     metrics = Metrics("model", "replica", lambda: replace(stats))
     metrics.observe_tokens(2, 1, is_copied=False, gap_s=0.1)
     metrics.observe_rejected()

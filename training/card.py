@@ -161,6 +161,17 @@ def render_card(metrics: dict, models: Path, num_texts: int) -> str:
     )
 
 
+def head_record(metrics: dict) -> dict:
+    """Return the head's `training.json`, as `training.head` writes it: what it measured on held-out text."""
+    held_out = metrics["evaluation"]["head_vs_target"]["held_out"]
+    entry = {
+        "tokens": metrics["training"]["eagle3"]["num_tokens"],
+        "agreement": held_out["agreement_per_step"],
+        "acceptance": held_out["overlap_per_step_t1"],
+    }
+    return {"log": [entry]}
+
+
 def write_card(data: Path, models: Path, num_texts: int = 16) -> None:
     """Evaluate `models`, add the result to its metrics.json and write its MODEL_CARD.md."""
     file = models / "metrics.json"
@@ -168,3 +179,4 @@ def write_card(data: Path, models: Path, num_texts: int = 16) -> None:
     metrics["evaluation"] = evaluate(data, models, REPOSITORY / "secateur" / "bundled" / "prompts.jsonl")
     file.write_text(json.dumps(metrics, indent=2) + "\n")
     (models / "MODEL_CARD.md").write_text(render_card(metrics, models, num_texts))
+    (models / "eagle3" / "training.json").write_text(json.dumps(head_record(metrics), indent=1) + "\n")

@@ -22,6 +22,7 @@ from verifier.admission import rejection_reason, request_of
 from verifier.draft_batch import DraftBatch
 from verifier.drafter_peer import DrafterPeer
 from verifier.drafting import Drafting
+from verifier.head_acceptance import HeadAcceptance
 from verifier.head_swap import HeadSwap, LoadFuse
 from verifier.hidden_states import HiddenStateBuffer
 from verifier.prefix_cache import PrefixCache
@@ -107,6 +108,8 @@ class Engine:
         self._moves: list[Move] = []  # accepted paths to compact before the next forward
         self._folds: list[Fold] = []  # accepted rows that recurrent states take in before the next forward
         self._chunks: list[TokenChunk] = []  # for the front
+        self._head_path = "" if config.draft is None else config.draft.model_path
+        self._head_acceptance = HeadAcceptance(self._head_path)
         self._stats = EngineStats()
         self._drafting = Drafting(self._controller, self._drafter, target, self._hidden_states, self._inputs)
         self._last_emit = 0.0  # when the last frame was sent to the front
@@ -207,10 +210,14 @@ class Engine:
         """
         if ended is None:
             return
+        self._head_acceptance.report(self._stats)
+        trees, accepted = self._stats.num_head_trees, self._stats.num_head_accepted_tokens
+        ended = replace(ended, old_path=self._head_path, num_old_trees=trees, num_old_accepted_tokens=accepted)
         if ended.error is None:
             self._allocator.forget_drafter()
-        num_drafts, num_accepted = self._stats.num_drafts, self._stats.num_accepted_tokens
-        self._front.send(replace(ended, num_drafts=num_drafts, num_accepted_tokens=num_accepted))
+            self._controller.forget_trees()
+            self._head_path, self._head_acceptance = ended.path, HeadAcceptance(ended.path)
+        self._front.send(ended)
 
     def _drop_drafter_of(self, request: Request) -> None:
         request.has_drafter = False
@@ -352,7 +359,7 @@ class Engine:
         finishing = [request for request, _ in step.finishing]
         requests, begins = step.decode + finishing, drafts.trees.offsets.tolist()
         new = [request.new_tokens(verdict) for request, verdict in zip(requests, verdicts, strict=True)]
-        self._count(step, drafts, new)
+        self._count(step, drafts, verdicts, new)
         self._stats.prompt_tokens += sum(request.num_prompt for request in finishing)
         begins += range(begins[-1] + 1, begins[-1] + len(finishing))  # a completed prompt has one sampled row
         copied = drafts.copied + [False] * len(finishing)
@@ -380,7 +387,7 @@ class Engine:
         self._stats.transfer_seconds += exchange.ms / 1e3 - reply.seconds
         self._stats.num_trees += len(reply.pruned_GD)
 
-    def _count(self, step: Step, drafts: DraftBatch, new: list[NewTokens]) -> None:
+    def _count(self, step: Step, drafts: DraftBatch, verdicts: list[Verdict], new: list[NewTokens]) -> None:
         """Count verified, accepted and pruned nodes for the engine and for each request.
 
         A node that was accepted behind the end of the output counts as verified only.
@@ -395,6 +402,12 @@ class Engine:
             for stats in (request.stats, self._stats) if is_copied else ():
                 stats.num_copied_tokens += sum(verified)
                 stats.num_accepted_copied_tokens += accepted
+        if any(drafts.drafted):
+            kinds = (
+                int(request.submit.sampling.temperature > 0) if is_drafted else -1
+                for request, is_drafted in zip(step.decode, drafts.drafted, strict=True)
+            )
+            self._head_acceptance.observe(drafts.trees, verdicts[: len(step.decode)], list(kinds))
         self._stats.num_drafts += drafts.num_trees
         self._stats.add_nodes(
             _column_sums(drafts.pruned),
@@ -474,6 +487,7 @@ class Engine:
             return
         self._stats.has_drafter = self._drafter.is_connected
         self._stats.num_running, self._stats.num_waiting = len(self._running), len(self._waiting)
+        self._head_acceptance.report(self._stats)
         self._stats.kv_usage = 1 - self._allocator.num_free / (self._allocator.num_pages - 1)
         self._front.send(StepOutput(chunks=self._chunks, stats=self._stats))
         self._chunks, self._last_emit = [], now

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -46,7 +47,8 @@ CAUSE_WAIT_S = 2.0
 """Time between losing the connection and declaring the engine dead. The watcher of the ranks may report the cause
 meanwhile."""
 
-
+MAX_SWAPS = 16
+"""Of the draft head that are remembered."""
 SERVICE_WEIGHT = 1 / 16
 """Share of the last request in the average time that requests spend in the running batch."""
 MAX_REPLAYS = 2
@@ -201,8 +203,9 @@ class EngineClient:
         self.on_loss: Callable[[str], None] = self.fail
         self.on_drafter_lost: Callable[[DrafterLost], None] = lambda _: None
         self.drafter_lost: DrafterLost | None = None  # while the engine is without its drafter
-        self.swaps: list[HeadSwapped] = []
-        """The heads that took the place of the configured one, in turn."""
+        self.swaps: deque[HeadSwapped] = deque(maxlen=MAX_SWAPS)
+        """The last swaps of the draft head, in turn."""
+        self.num_swaps = 0
         self._asked_swaps: dict[int, asyncio.Future[HeadSwapped]] = {}
         self._cause_wait_s = cause_wait_s
         self._neighbours = neighbours
@@ -252,6 +255,11 @@ class EngineClient:
         assert self.ready is not None
         freeze_start_up()
         return self.ready
+
+    @property
+    def head_path(self) -> str:
+        """The folder of the head that was swapped in last; "" = the configured one drafts."""
+        return self.swaps[-1].path if self.swaps else ""
 
     def new_id(self) -> int:
         """Return an id for the next Submit, unique on this socket."""
@@ -378,7 +386,7 @@ class EngineClient:
             return Health(False, "the engine is starting")
         if (lost := self.drafter_lost) is not None:
             return Health(True, f"{lost.reason.splitlines()[0]}; requests are answered without drafts")
-        return Health(True, "")
+        return Health(True, self.stats.head_note)
 
     def interrupt(self, reason: str) -> None:
         """Let requests wait for the next engine, because this one is lost.
@@ -483,6 +491,8 @@ class EngineClient:
             case HeadSwapped():
                 if message.error is None:
                     self.swaps.append(message)
+                    self.num_swaps += 1
+                    self.stats.num_head_trees = self.stats.num_head_accepted_tokens = 0  # the step's own follow
                 if (ended := self._asked_swaps.get(message.id)) is not None and not ended.done():
                     ended.set_result(message)
             case Ready():

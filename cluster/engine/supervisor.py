@@ -177,9 +177,9 @@ class Supervisor:
 
     def _with_head(self, config: EngineConfig) -> EngineConfig:
         """Return the configuration with the draft head that was swapped in last, unless its folder is gone."""
-        if config.draft is None or not self._client.swaps:
+        path = self._client.head_path
+        if config.draft is None or not path:
             return config
-        path = self._client.swaps[-1].path
         if not Path(path).is_dir():
             logger.error("the draft head %s is gone; the configured one takes its place", path)
             return config

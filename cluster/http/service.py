@@ -191,42 +191,29 @@ class Service:
         ]
 
     def heads(self) -> list[dict[str, Any]]:
-        """Return the draft heads so far, in turn, with what the target accepted of each; the last one drafts now.
-
-        An engine that replaces a lost one counts from 0.
-        """
-        draft, swaps, stats = self.config.draft, self.engine.swaps, self.engine.stats
+        """Return the last draft heads, in turn, with what the target accepted of each; the last one drafts now."""
+        draft, client = self.config.draft, self.engine
         if draft is None:
             return []
-        ends = [(swap.num_drafts, swap.num_accepted_tokens) for swap in swaps]
-        ends.append((stats.num_drafts, stats.num_accepted_tokens))
-        heads: list[dict[str, Any]] = []
-        drafts_before = accepted_before = 0
-        for version, (path, (drafts, accepted)) in enumerate(
-            zip([draft.model_path, *(swap.path for swap in swaps)], ends, strict=True)
-        ):
-            is_later = drafts >= drafts_before and accepted >= accepted_before
-            num_drafts = drafts - drafts_before * is_later
-            num_accepted = accepted - accepted_before * is_later
-            heads.append(
-                {
-                    "version": version,
-                    "model": path,
-                    "num_drafts": num_drafts,
-                    "num_accepted_tokens": num_accepted,
-                    "accepted_per_draft": num_accepted / num_drafts if num_drafts else None,
-                }
-            )
-            drafts_before, accepted_before = drafts, accepted
-        return heads
+        swaps, stats = client.swaps, client.stats
+        heads = [(swap.old_path, swap.num_old_trees, swap.num_old_accepted_tokens) for swap in swaps]
+        heads.append((client.head_path or draft.model_path, stats.num_head_trees, stats.num_head_accepted_tokens))
+        return [
+            {
+                "version": version,
+                "model": path,
+                "num_drafts": drafts,
+                "num_accepted_tokens": accepted,
+                "accepted_per_draft": accepted / drafts if drafts else None,
+            }
+            for version, (path, drafts, accepted) in enumerate(heads, start=client.num_swaps - len(swaps))
+        ]
 
     def head_before(self) -> str:
         """Return the folder of the head that drafted before this one. Raises BadRequest without one."""
-        heads = self.heads()
-        if len(heads) < 2:
+        if not self.engine.swaps:
             raise BadRequest("no head was swapped yet; name one", param="model")
-        path: str = heads[-2]["model"]
-        return path
+        return self.engine.swaps[-1].old_path
 
     def owner(self, request: Request) -> str | None:
         """Return what identifies the API key of a request, to which belongs what it stores; None without keys."""

@@ -57,7 +57,18 @@ GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Requests in the running batch.", lambda s: s.num_running),
     "num_requests_waiting": ("Requests that wait for a place in it.", lambda s: s.num_waiting),
     "drafter_connected": ("1 while the engine has its drafter, 0 without one.", lambda s: s.has_drafter),
+    "draft_head_decayed": (
+        "1 while far less of the drafts is accepted than the draft model's training promised.",
+        lambda s: bool(s.head_note),
+    ),
     "kv_cache_usage_perc": ("Share of KV pages that requests hold, 0 to 1.", lambda s: s.kv_usage),
+}
+GAUGES_PER_POSITION: dict[str, tuple[str, Callable[[EngineStats], list[float]]]] = {
+    "spec_decode_greedy_acceptance_per_pos": (
+        "Share of greedy requests' drafts accepted at each depth, of some 500 recent trees.",
+        lambda s: s.greedy_acceptance,
+    ),
+    "spec_decode_sampled_acceptance_per_pos": ("The same of other requests.", lambda s: s.sampled_acceptance),
 }
 
 
@@ -90,6 +101,11 @@ class EngineCollector(Collector):
             for position, number in enumerate(per_depth(stats)):
                 counter.add_metric([*self._values, str(position)], number)
             yield counter
+        for stem, (text, shares) in GAUGES_PER_POSITION.items():
+            gauge = GaugeMetricFamily(PREFIX + stem, text, labels=[*self._names, "position"])
+            for position, share in enumerate(shares(stats)):
+                gauge.add_metric([*self._values, str(position)], share)
+            yield gauge
         for stem, (text, read) in GAUGES.items():
             gauge = GaugeMetricFamily(PREFIX + stem, text, labels=self._names)
             gauge.add_metric(self._values, read(stats))

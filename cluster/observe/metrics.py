@@ -24,7 +24,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from cluster.observe.engine_metrics import COUNTERS as ENGINE_COUNTERS
-from cluster.observe.engine_metrics import GAUGES, PER_POSITION, PREFIX, EngineCollector
+from cluster.observe.engine_metrics import GAUGES, GAUGES_PER_POSITION, PER_POSITION, PREFIX, EngineCollector
 from cluster.system.shared import Shared
 from secateur.token_tree import MAX_NODES
 from workers.comm.ipc import EngineStats
@@ -114,8 +114,9 @@ def descriptions() -> list[Description]:
         *(Description(PREFIX + stem, "gauge", _COMMON, text) for stem, (text, _) in GAUGES.items()),
         *(Description(PREFIX + stem, "counter", _COMMON, text) for stem, (text, _) in ENGINE_COUNTERS.items()),
         *(
-            Description(PREFIX + stem, "counter", (*_COMMON, "position"), text)
-            for stem, (text, _) in PER_POSITION.items()
+            Description(PREFIX + stem, kind, (*_COMMON, "position"), table[stem][0])
+            for kind, table in (("counter", PER_POSITION), ("gauge", GAUGES_PER_POSITION))
+            for stem in table
         ),
     ]
 

@@ -11,6 +11,8 @@ choice does not bias the fit. Legend: D depths, N packed rows, O observations.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from workers.types import TreeBatch, Verdict
@@ -45,13 +47,19 @@ def _observations(
     trees: TreeBatch, verdicts: list[Verdict], is_shown_B: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (calibrated confidence, whether it survived, index of its depth) of each accepted node's children."""
-    offsets, depth_N, weight_N = trees.offsets.numpy(), trees.depth_N.numpy(), trees.weight_N.numpy()
-    begin_B, size_B = offsets[:-1], offsets[1:] - offsets[:-1]
-    parent_N = begin_B.repeat(size_B) + np.maximum(trees.parent_N.numpy(), 0)
-    accepted_N = np.zeros(len(depth_N), dtype=bool)
-    paths = zip(begin_B.tolist(), verdicts, strict=True)
-    accepted_N[[begin + row for begin, verdict in paths for row in (0, *verdict.path)]] = True
+    depth_N, weight_N = trees.depth_N.numpy(), trees.weight_N.numpy()
+    parent_N, accepted_N = accepted_rows(trees, verdicts)
     is_seen_N = (depth_N > 0) & accepted_N[parent_N] & (weight_N[parent_N] > 1e-3)  # weights travel as float16
-    (at,) = (is_seen_N & is_shown_B.repeat(size_B)).nonzero()
+    (at,) = (is_seen_N & is_shown_B.repeat(np.diff(trees.offsets.numpy()))).nonzero()
     p_O = weight_N[at].astype(np.float64) / weight_N[parent_N[at]]
     return np.minimum(p_O, 1.0), accepted_N[at], np.minimum(depth_N[at] - 1, _NUM_DEPTHS - 1)
+
+
+def accepted_rows(trees: TreeBatch, verdicts: Sequence[Verdict]) -> tuple[np.ndarray, np.ndarray]:
+    """Return each row's parent among all rows [N], a root's being itself, and whether it was accepted, as roots are."""
+    offsets = trees.offsets.numpy()
+    parent_N = offsets[:-1].repeat(np.diff(offsets)) + np.maximum(trees.parent_N.numpy(), 0)
+    accepted_N = np.zeros(len(parent_N), dtype=bool)
+    paths = zip(offsets[:-1].tolist(), verdicts, strict=True)
+    accepted_N[[begin + row for begin, verdict in paths for row in (0, *verdict.path)]] = True
+    return parent_N, accepted_N

@@ -99,13 +99,16 @@ class Controller:
         self._next_input, self._draft_depth = partial(next_input, config=config), partial(draft_depth, config=config)
         self._costs = CostModel(row_costs, prune.simulated_costs)
         self._gate = SpeculationGate()
-        self._calibration = Calibration()
         self._lookup = PromptLookup(count_allowed)
-        # Averages over recent trees, optimistic until the first.
-        self._tree = Average(np.array([2.0, 4.0]), rate=_TREE_RATE)  # tokens gained, nodes verified
         self._growth = Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree
-        self._num_trees = 0  # that these averages have seen
         self._num_steps = 0
+        self.forget_trees()
+
+    def forget_trees(self) -> None:
+        """Forget what trees brought, because another head draws the next ones: be optimistic until they are seen."""
+        self._calibration = Calibration()
+        self._tree = Average(np.array([2.0, 4.0]), rate=_TREE_RATE)  # tokens gained, nodes verified
+        self._num_trees = 0  # that this average has seen
 
     # ---- before a step
 

@@ -233,6 +233,11 @@ class EngineStats(_NodeCounts):
     num_waiting: int = 0
     kv_usage: float = 0.0  # 0 .. 1
     lacks_pages: bool = False  # requests wait for KV pages
+    num_head_trees: int = 0  # of the present draft model that were verified, without prompt lookup ...
+    num_head_accepted_tokens: int = 0  # ... and what was accepted of them
+    greedy_acceptance: list[float] = field(default_factory=list)  # accepted share by depth, of some 500 recent trees
+    sampled_acceptance: list[float] = field(default_factory=list)  # the same at temperatures above 0
+    head_note: str = ""  # what is amiss with these shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,8 +282,9 @@ class HeadSwapped:
     id: int
     path: str
     error: str | None = None
-    num_drafts: int = 0  # the engine's counts at the swap
-    num_accepted_tokens: int = 0
+    old_path: str = ""
+    num_old_trees: int = 0  # of the old head, as in `EngineStats`
+    num_old_accepted_tokens: int = 0
 
 
 Message = Submit | Abort | Connect | StepOutput | Ready | DrafterLost | SwapHead | HeadSwapped
