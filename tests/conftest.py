@@ -7,6 +7,7 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -74,6 +75,24 @@ def processes_that_start_warm(request):
     from tests.support.warm_starts import warm_starts
 
     with warm_starts():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_read_once():
+    """Read the machine's certificates for the first of thousands of HTTP clients. It takes a client 25 ms."""
+    if not importlib.util.find_spec("httpcore2"):
+        yield
+        return
+    import httpcore2
+
+    read = httpcore2.default_ssl_context
+    once = functools.cache(read)
+
+    def context(**options):
+        return read(**options) if {"SSL_CERT_FILE", "SSL_CERT_DIR"} & os.environ.keys() else once(**options)
+
+    with mock.patch.object(httpcore2, "default_ssl_context", context):
         yield
 
 
