@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -78,13 +78,14 @@ MAYBE_A_THOUGHT = Bound(
     Constraints(grammar=TinyTable(TEXTS, [END]).behind(ThoughtMarks("b", "b"), TEXT)),
     STRUCTURE + [f"b{thought}b{text}" for thought in THOUGHTS for text in STRUCTURE],
 )
+BOUNDS = {"at once": AT_ONCE, "behind a thought": BEHIND_A_THOUGHT, "maybe a thought": MAYBE_A_THOUGHT}
 bound = AT_ONCE
 
 
 @pytest.fixture(
     autouse=True,
     params=[AT_ONCE, BEHIND_A_THOUGHT, pytest.param(MAYBE_A_THOUGHT, marks=pytest.mark.full)],
-    ids=["at once", "behind a thought", "maybe a thought"],
+    ids=BOUNDS,
 )
 def what_answers_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "bound", request.param)
@@ -195,9 +196,19 @@ def assert_allowed(history: History, draft: Draft) -> None:
         assert path[-1] in allowed_by(TEXTS, [END], bound.language, path[:-1]) and END not in path[:-1]
 
 
-@pytest.mark.parametrize("vocab", [WHOLE, REDUCED], ids=["whole", "reduced"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rule", [Rule.TRAVERSAL, pytest.param(Rule.RECURSIVE, marks=pytest.mark.slow)])
+def cells() -> Iterator[Any]:
+    """All combinations; without `--full` the largest, of wide trees behind a thought, by one rule for one of them."""
+    for name, answers in BOUNDS.items():
+        for rule, shape, vocab in product((Rule.TRAVERSAL, Rule.RECURSIVE), SHAPES, (WHOLE, REDUCED)):
+            marks = [pytest.mark.slow] if rule is Rule.RECURSIVE else []
+            is_large = answers is BEHIND_A_THOUGHT and vocab is WHOLE and shape in ("static", "dynamic")
+            if answers is MAYBE_A_THOUGHT or (is_large and (rule, shape) != (Rule.TRAVERSAL, "dynamic")):
+                marks.append(pytest.mark.full)
+            case = f"{name}-{rule}-{shape}-{'whole' if vocab is WHOLE else 'reduced'}"
+            yield pytest.param(answers, rule, shape, vocab, marks=marks, id=case)
+
+
+@pytest.mark.parametrize(("what_answers_are", "rule", "shape", "vocab"), [*cells()], indirect=["what_answers_are"])
 def test_sampled_drafts_keep_the_law(rule: Rule, shape: str, vocab: DraftVocabulary) -> None:
     tree_policy, options = SHAPES[shape]
     scenario = GrammarScenario(
