@@ -18,7 +18,7 @@ from workers.comm.ipc import TokenLogprobs
 from workers.comm.wire import Kind
 from workers.cuda_graphs import Graphs
 from workers.kv_cache import KVPool
-from workers.kv_sizing import SCORED_ROWS
+from workers.kv_sizing import DRAWN_ROWS, SCORED_ROWS
 from workers.models.base import BaseDecoder
 from workers.models.layers import gather_vocab, shard_vocab
 from workers.pulse import PULSE
@@ -30,7 +30,7 @@ from workers.sampling.logits_processors import constrain
 from workers.sampling.logits_state import unpack_logits_states
 from workers.sampling.sampler import params_after_processing, process_logits_static
 from workers.transfer import to_device, to_host
-from workers.types import Hidden, ScoredRows, TargetStep
+from workers.types import Hidden, SamplingBatch, SamplingNeeds, ScoredRows, TargetStep
 
 Fuse = Callable[[Tensor], Tensor]
 """Maps the states of rows [N, X] to their features [N, H], in the model's dtype."""
@@ -75,7 +75,7 @@ class Target:
         self._noise = GumbelCache(0, vocab_size)  # for whole rows
         self._shard_noise = self._noise if decoder.tp.size == 1 else GumbelCache(start, start + width)
         self._hidden: Hidden | None = None
-        self._processed_RV: Tensor | None = None
+        self._step: TargetStep | None = None  # the last one, if something reads its logits afterwards
         self._raw_RV: Tensor | None = None
         self._scores_S: list[TokenLogprobs] = []
 
@@ -138,15 +138,17 @@ class Target:
         assert self.fuse is not None
         return self.fuse(state_NX)
 
+    @torch.inference_mode()
     def processed(self, rows_R: Tensor) -> Tensor:
         """Rank 0: return the processed logits at some sampled rows of the last step, which had sampled drafts.
 
         They are log-probabilities up to a constant, float32 [len(rows), V].
         """
-        assert self._processed_RV is not None
-        if len(rows_R) == len(self._processed_RV):
-            return self._processed_RV  # rows are in order and distinct
-        return self._processed_RV[to_device(rows_R, self._processed_RV.device)]
+        assert self._raw_RV is not None and self._step is not None
+        own, device = self._step.drawing(rows_R), self._raw_RV.device
+        raw_NV = self._raw_RV[to_device(rows_R, device)].float()
+        logits_NV = self._constrained(raw_NV, own, Columns(0, raw_NV.shape[1]))
+        return self._processed(logits_NV, own.sampling.to(device), own.sampling.needs)
 
     @torch.inference_mode()
     def logprobs(
@@ -169,7 +171,7 @@ class Target:
     @torch.inference_mode()
     def _execute(self, step: TargetStep, while_waiting: Callable[[], None] = _nothing) -> list[int] | None:
         device = self._decoder.device
-        self._processed_RV = self._raw_RV = None  # free the last step's large tensors first
+        self._step = self._raw_RV = None  # free the last step's large tensors first
         if len(step.copy_source):
             self._decoder.kernels.copy_slots(
                 self._kv.data, to_device(step.copy_source.long(), device), to_device(step.copy_target.long(), device)
@@ -193,7 +195,7 @@ class Target:
             sampled = hidden.final_ND
         else:
             sampled = hidden.final_ND[to_device(step.sample_row_R, device)]
-        return self._draw(self._decoder.logits(sampled), step)
+        return self._draw(sampled, step)
 
     def _score(self, final_ND: Tensor, scored: ScoredRows) -> list[TokenLogprobs]:
         """Return the log-probabilities of the scored rows' next tokens on rank 0, [] on other ranks.
@@ -210,46 +212,62 @@ class Target:
                 found += token_logprobs(logits_NV, tokens[own], num_top[own])
         return found
 
-    def _draw(self, raw_RW: Tensor, step: TargetStep) -> list[int] | None:
+    def _draw(self, final_RD: Tensor, step: TargetStep) -> list[int] | None:
         """Return the drawn tokens on rank 0, None on other ranks.
 
-        Shards exchange 16 bytes per row. Top-k, top-p, sampled drafts and log-probabilities need whole rows instead.
+        The float32 logits of DRAWN_ROWS rows exist at a time. Where something reads logits afterwards, rank 0 keeps
+        those of all rows in the type that its head computes in.
+        """
+        num_rows, drawn = len(final_RD), []
+        for begin in range(0, num_rows, DRAWN_ROWS):
+            own = slice(begin, begin + DRAWN_ROWS)
+            raw_RW = self._decoder.logits(final_RD[own])
+            if step.has_logprobs or step.has_sampled:
+                self._keep(raw_RW, step, own)
+            part = step if num_rows <= DRAWN_ROWS else step.drawing(torch.arange(num_rows)[own])
+            if step.has_draws and (id_R := self._draw_rows(raw_RW, part)) is not None:
+                drawn.append(id_R)
+            del raw_RW  # before there are more
+        if self._decoder.tp.rank > 0:
+            return None
+        if not drawn:
+            if final_RD.is_cuda:
+                with PULSE.on_device():
+                    torch.cuda.current_stream().synchronize()  # so that the forward's time is measured here
+            return []
+        with PULSE.on_device():  # the forward pass, too
+            ids: list[int] = (drawn[0] if len(drawn) == 1 else torch.cat(drawn)).tolist()
+        return ids
+
+    def _keep(self, raw_RW: Tensor, step: TargetStep, own: slice) -> None:
+        """Keep the logits of some of a step's sampled rows on rank 0."""
+        tp, vocab_size = self._decoder.tp, self._decoder.spec.vocab_size
+        raw_RV = gather_vocab(raw_RW.to(self._decoder.logits_dtype), tp, vocab_size)
+        if tp.rank > 0:
+            return
+        if self._raw_RV is None:
+            self._step, self._raw_RV = step, raw_RV.new_empty(len(step.sample_row_R), vocab_size)
+        self._raw_RV[own] = raw_RV
+
+    def _draw_rows(self, raw_RW: Tensor, step: TargetStep) -> Tensor | None:
+        """Return the tokens [R] drawn at a step's rows on rank 0, None on other ranks. Overwrites the logits.
+
+        Shards exchange 16 bytes per row. Top-k and top-p need whole rows instead.
         """
         tp, vocab_size = self._decoder.tp, self._decoder.spec.vocab_size
         params = step.sampling.to(raw_RW.device)
         index_R = to_device(step.draw_index_R, raw_RW.device)
         start, end = self._decoder.vocab_range
-        rows, columns = _constrained_rows(step), Columns(start, end - start)
+        logits_RW = self._constrained(raw_RW, step, Columns(start, end - start))
         # Read from the step on the host: reading `params` would wait for the device's forward pass.
-        needs, in_place = step.sampling.needs, True
-        if step.has_logprobs:
-            kept_RW = raw_RW.to(self._decoder.logits_dtype)
-            in_place = kept_RW is not raw_RW
-            raw_RV = gather_vocab(kept_RW, tp, vocab_size)
-            self._raw_RV = raw_RV if tp.rank == 0 else None
-        masks = grammar_masks(rows, columns, self.grammars)
-        logits_RW = constrain(raw_RW, rows, columns, masks, in_place=in_place and raw_RW.is_contiguous())
-        if step.has_sampled or needs.top:
+        needs = step.sampling.needs
+        if needs.top:
             whole_RV = gather_vocab(logits_RW, tp, vocab_size)
             if tp.rank > 0:
                 return None
-            threshold = self._decoder.kernels.truncation_threshold
-            self._processed_RV = process_logits_static(
-                whole_RV,
-                params,
-                has_min_p=needs.min_p,
-                has_top=needs.top,
-                threshold=threshold,
-                in_place=in_place or whole_RV is not raw_RW,
-            )
-            if not step.has_draws:
-                if whole_RV.is_cuda:
-                    with PULSE.on_device():
-                        torch.cuda.current_stream().synchronize()  # so that the forward's time is measured here
-                return []
             draw = self._decoder.kernels.coupled_argmax
-            drawn = draw(self._processed_RV, params_after_processing(params), index_R, 0, None, self._noise)
-            return _to_list(drawn[1])
+            processed_RV = self._processed(whole_RV, params, needs)
+            return draw(processed_RV, params_after_processing(params), index_R, 0, None, self._noise)[1]
         row_max_R = None
         if needs.min_p:
             row_max_R = logits_RW.amax(-1)
@@ -259,21 +277,27 @@ class Target:
             logits_RW, params, index_R, start, row_max_R, self._shard_noise
         )
         if tp.size == 1:
-            return _to_list(id_R)
+            return id_R
         mine = torch.stack([score_R.double(), id_R.double()])  # ids are exact in float64
         shards = [torch.empty_like(mine) for _ in range(tp.size)]
         dist.all_gather(shards, mine, group=tp.group)
         score_TR, id_TR = torch.stack(shards, dim=1)
         # Among equal scores the first shard holds the lowest id, as argmax over the whole row would pick.
         best_1R = score_TR.argmax(0, keepdim=True)
-        return _to_list(id_TR.gather(0, best_1R)[0].long()) if tp.rank == 0 else None
+        return id_TR.gather(0, best_1R)[0].long() if tp.rank == 0 else None
 
+    def _constrained(self, raw_RW: Tensor, step: TargetStep, columns: Columns) -> Tensor:
+        """Apply the constraints of a step's rows to their logits, in place where they are contiguous."""
+        rows = _constrained_rows(step)
+        masks = grammar_masks(rows, columns, self.grammars)
+        return constrain(raw_RW, rows, columns, masks, in_place=raw_RW.is_contiguous())
 
-def _to_list(id_R: Tensor) -> list[int]:
-    """Wait for the device's forward pass and return its tokens."""
-    with PULSE.on_device():
-        ids: list[int] = id_R.tolist()
-    return ids
+    def _processed(self, logits_RV: Tensor, params: SamplingBatch, needs: SamplingNeeds) -> Tensor:
+        """Overwrite whole rows of logits with `process_logits` of them. params: on their device; needs: theirs."""
+        threshold = self._decoder.kernels.truncation_threshold
+        return process_logits_static(
+            logits_RV, params, has_min_p=needs.min_p, has_top=needs.top, threshold=threshold, in_place=True
+        )
 
 
 def chosen_logprobs(logits_NV: Tensor, tokens: list[int], chosen: list[int]) -> list[TokenLogprobs]:

@@ -19,6 +19,9 @@ SCORED_ROWS = 64
 """Rows of which several copies of the logits exist at once: prompt rows whose log-probabilities a request asks for, and
 the rows of trees that are verified by rejection."""
 _SCORED_COPIES = 4
+DRAWN_ROWS = 256
+"""Sampled rows whose logits exist in float32 at once. Reading the LM head again for more rows takes no longer than
+multiplying with it."""
 _CPU_SHARE = 0.25
 """Share of the machine's free memory for all pools on CPU, where a page takes no memory until it is written."""
 
@@ -26,14 +29,14 @@ _CPU_SHARE = 0.25
 def logits_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     """Memory that a verifier rank needs for the logits of a full step's tree rows, or of a block of prompt rows.
 
-    With large trees this is the largest temporary allocation. A logit takes 4 bytes in float32, in which it is
-    processed; those that its head computes in, for log-probabilities; and one to compare it with a threshold. Several
-    ranks gather float32 shards into whole rows, which exist twice meanwhile.
+    For log-probabilities and rejection all of them are kept in the type that the head computes in. Of DRAWN_ROWS rows a
+    logit takes 4 bytes in float32, in which it is processed; those of the head; and one to compare it with a threshold.
+    Several ranks gather float32 shards into whole rows, which exist twice meanwhile.
     """
     size, kept = config.tensor_parallel_size, 4 if isinstance(spec, TransformersSpec) else config.item_bytes
     of_logit = 4 + kept + 1 if size == 1 else 8 + kept + -(-8 // size)
     rows, of_scored = config.max_num_seqs * config.tree_rows, 4 * _SCORED_COPIES
-    return spec.vocab_size * max(of_logit * rows + of_scored * min(rows, SCORED_ROWS), of_scored * SCORED_ROWS)
+    return spec.vocab_size * (kept * rows + max(of_logit * min(rows, DRAWN_ROWS), of_scored * SCORED_ROWS))
 
 
 def agree_on_pages(world: World, bytes_per_slot: int, *, bytes_beside: int = 0) -> int:
@@ -66,7 +69,8 @@ def usable_pages(config: EngineConfig, fits: int) -> int:
     if pages < 1 + pages_per_request:
         instead = (
             "lower max_model_len, lower max_num_seqs or num_speculative_tokens, whose product determines the size of a "
-            "step's logits and of what waits for verdicts in a hybrid's states, or give more memory"
+            "step's logits and of what waits for verdicts in a hybrid's states, lower max_num_batched_tokens, or give "
+            "more memory, a higher gpu_memory_utilization among it"
             if config.num_pages is None
             else f"write num_pages={1 + pages_per_request} or more, or lower max_model_len"
         )

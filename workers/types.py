@@ -9,7 +9,7 @@ int32 or int64 and reals are float32; `workers.comm.wire` narrows them for trans
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -388,3 +388,8 @@ class TargetStep:
     has_draws: bool  # some request follows the target's own draws: every sampled row gets one
     scored: ScoredRows | None = None  # None = no request asks for log-probabilities of its prompt
     folds: Folds | None = None  # None = no tree of the last step waits, or the model has no recurrent states
+
+    def drawing(self, rows: Tensor) -> TargetStep:
+        """Return the step with these of its sampled rows alone."""
+        names = ("sample_row_R", "request_R", "draw_index_R")
+        return replace(self, sampling=self.sampling.rows(rows), **{name: getattr(self, name)[rows] for name in names})

@@ -194,7 +194,7 @@ class FakeTarget(Target):
         alone = SimpleNamespace(rank=0, size=1)
         spec = SimpleNamespace(vocab_size=vocab)
         decoder: Any = SimpleNamespace(
-            tp=alone, spec=spec, vocab_range=(0, vocab), kernels=TORCH, logits_dtype=torch.float32
+            tp=alone, spec=spec, vocab_range=(0, vocab), kernels=TORCH, logits_dtype=torch.float32, logits=torch.clone
         )
         kv: Any = None
         super().__init__(decoder, kv, page_size, None, (lambda states: states) if waiting else None, waiting)
@@ -208,6 +208,7 @@ class FakeTarget(Target):
         assert number == len(self.steps)
         while_waiting()
         self.steps.append(step)
+        self._raw_RV = None
         held = self.memory.held
         moved = [held[source] for source in step.copy_source.tolist()]
         held |= dict(zip(step.copy_target.tolist(), moved, strict=True))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import verifier.engine
+import verifier.target
 from tests.support.fakes import Bench, Counting, RandomLanguage, say
 from workers.comm.ipc import FrontGone, RequestStats, Speculation
 from workers.config import AcceptanceConfig, PruneConfig, TreeConfig
@@ -367,6 +368,26 @@ def test_concurrent_requests_under_rejection_get_what_they_get_alone(method, how
             return [answer.tokens for answer in bench.answers.values()]
 
     assert texts(together=True) == texts(together=False)
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_logits_of_a_few_rows_at_a_time_give_the_same_tokens(acceptance, monkeypatch):
+    """Under both rules, with constraints, and with log-probabilities of rows that were drawn in several pieces."""
+    language = RandomLanguage(error=1.5)
+    constraints = [Constraints(), Constraints(repetition_penalty=1.3), Constraints(allowed_token_ids=[2, 4, 6, 8])]
+
+    def answers() -> list[object]:
+        with Bench(language, "eagle3", TREES["dynamic"], num_pages=300) as bench:
+            for i, params in enumerate(PARAMS * 3):
+                params = replace(params, constraints=constraints[i % 3], num_logprobs=2 if i % 4 == 1 else None)
+                rule = acceptance if i % 5 else "coupled"
+                bench.submit([1 + i, 2], 12, params, speculation=Speculation(acceptance=rule))
+            bench.run()
+            return [(answer.tokens, [chunk.logprobs for chunk in answer.chunks]) for answer in bench.answers.values()]
+
+    whole = answers()
+    monkeypatch.setattr(verifier.target, "DRAWN_ROWS", 7)
+    assert answers() == whole
 
 
 def test_drafted_and_plain_requests_share_a_batch():

@@ -86,12 +86,13 @@ def test_temporary_allocations_have_reserved_memory(monkeypatch):
     apart, together = engine(tp=1, draft_tp=1), engine(tp=1, draft_tp=1, placement="colocated")
     assert pages(monkeypatch, apart, [64_000, 8_000], free, [GIB, 0]) == 7 * GIB // (64_000 * 16)
     assert pages(monkeypatch, together, [64_000, 8_000], free, [GIB, 0]) == 7 * GIB // (72_000 * 16)
-    # 64 trees of 17 rows over 128,256 tokens: once in float32, once as the head computes them, once compared
+    # 64 trees of 17 rows over 128,256 tokens as the head computes them, and of 256 rows again what drawing takes: once
+    # in float32, once as the head computes them, once compared
     spec = replace(read_spec(bundled().model_path), vocab_size=128_256)
     seats = replace(apart, max_num_seqs=64, dtype="bfloat16")
-    assert logits_bytes(seats, spec) == (64 * 17 * (4 + 2 + 1) + 64 * 4 * 4) * 128_256
-    assert logits_bytes(replace(seats, dtype="float32"), spec) == (64 * 17 * (4 + 4 + 1) + 64 * 4 * 4) * 128_256
-    assert logits_bytes(replace(seats, max_num_seqs=1), spec) == 64 * 4 * 4 * 128_256, "prompt rows that are scored"
+    assert logits_bytes(seats, spec) == (64 * 17 * 2 + 256 * (4 + 2 + 1)) * 128_256
+    assert logits_bytes(replace(seats, dtype="float32"), spec) == (64 * 17 * 4 + 256 * (4 + 4 + 1)) * 128_256
+    assert logits_bytes(replace(seats, max_num_seqs=1), spec) == (17 * 2 + 64 * 4 * 4) * 128_256, "scored prompt rows"
 
 
 def test_memory_freed_after_loading_is_returned_before_measuring(monkeypatch):
