@@ -46,7 +46,9 @@ class BenchmarkPlan(Strict):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     target_cost: str | None = None
-    """Pad the target with zeros to the cost of 300m, 8b or HIDDENxLAYERS: the same function, tokens and acceptance."""
+    """Pad the target with zeros to the cost of 300m, 8b or HIDDENxLAYERS: the same function, tokens and acceptance.
+
+    With +vTOKENS behind it, such as 8b+v128256, its vocabulary has so many tokens, and its head is as wide as it is."""
     cache: str | None = None
     """Keep the padded models in this folder [not kept]."""
 

@@ -16,6 +16,11 @@ model of `size`. Weights that have no effect on the result are random, so that n
     MLP     down_proj ignores added columns.
     depth   Added layers have zero o_proj and down_proj; they are spread between the old ones, and the layers whose
             input the head reads are renumbered.
+    vocabulary (only if asked for)
+            The last added channel of the stream is _MARK in every row: embeddings write it, nothing else reads or
+            writes it but the rows of added tokens in the vocabulary head, whose logits it makes the lowest. It adds
+            _MARK^2 / D to mean(x^2). The head is as wide as the target then, with a draft vocabulary of a quarter: its
+            fc passes the channel on.
 
 Legend: D hidden, I intermediate, H heads, d head width, O outputs, V vocabulary; a prime marks the wide one.
 """
@@ -38,7 +43,7 @@ from workers.models.checkpoint import Weights
 from workers.models.config_json import read_json
 from workers.models.eagle3_format import read_eagle3_spec
 from workers.models.readers import read_spec
-from workers.models.specs import ModelSpec
+from workers.models.specs import Eagle3Spec, ModelSpec
 
 _NOISE_VALUES = 1_000_003  # prime, so that no two rows of a matrix are equal
 _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
@@ -46,7 +51,9 @@ _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.jso
 Noise = Callable[[int, int], Tensor]
 
 TARGET_COSTS = {"300m": (1024, 22), "8b": (4096, 32)}
-"""Hidden width and number of layers by model size; '8b' has those of Llama-3-8B."""
+"""Hidden width and number of layers by model size; '8b' has those of Llama-3-8B, whose vocabulary is '+v128256'."""
+_MARK, _LOWEST = 1e-3, -1e8
+"""What every row has in the marked channel, and the weight of added tokens there."""
 _WIDTH_STEP = 256
 
 
@@ -56,21 +63,26 @@ class TargetSize:
 
     hidden_size: int
     num_layers: int
+    vocab_size: int = 0
+    """0 = the base's, and a head of unchanged size."""
 
     @staticmethod
     def parse(text: str) -> TargetSize:
-        """Parse '300m', '8b' or HIDDENxLAYERS such as '512x12'. Raises ValueError."""
-        hidden, _, layers = text.partition("x")
-        if text in TARGET_COSTS:
-            return TargetSize(*TARGET_COSTS[text])
+        """Parse '300m', '8b' or HIDDENxLAYERS such as '512x12', and behind it +vTOKENS. Raises ValueError."""
+        size, _, vocab = text.partition("+v")
+        hidden, _, layers = size.partition("x")
+        if "+v" in text and not vocab.isdecimal():
+            raise ValueError(f"+v is followed by the number of tokens, as in 8b+v128256 (got {text!r})")
+        if size in TARGET_COSTS:
+            return TargetSize(*TARGET_COSTS[size], int(vocab or 0))
         if not (hidden.isdecimal() and layers.isdecimal() and int(layers) > 0):
             raise ValueError(f"must be 300m, 8b or HIDDENxLAYERS such as 512x12 (got {text!r})")
         if int(hidden) % _WIDTH_STEP or int(hidden) == 0:
             raise ValueError(f"the hidden width must be a multiple of {_WIDTH_STEP} (got {hidden})")
-        return TargetSize(int(hidden), int(layers))
+        return TargetSize(int(hidden), int(layers), int(vocab or 0))
 
     def __str__(self) -> str:
-        return f"{self.hidden_size}x{self.num_layers}"
+        return f"{self.hidden_size}x{self.num_layers}" + (f"+v{self.vocab_size}" if self.vocab_size else "")
 
     @property
     def intermediate_size(self) -> int:
@@ -91,6 +103,11 @@ class TargetSize:
     def num_kv_heads(self) -> int:
         """Return a quarter of the query heads, or half of them where a quarter is too few or uneven."""
         return self.num_heads // 4 if self.num_heads % 4 == 0 and self.num_heads >= 16 else self.num_heads // 2
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Return a quarter of the vocabulary, as published EAGLE-3 heads have."""
+        return self.vocab_size // 4
 
     @property
     def layer_parameters(self) -> int:
@@ -145,33 +162,42 @@ def write_target(base: Path, folder: Path, size: TargetSize, dtype: torch.dtype)
     for file in _TEXT_FILES:
         if (base / file).exists():
             shutil.copy(base / file, folder)
-    widening = _Widening(Weights(base, torch.float32), spec, size, dtype)
+    widening = _Widening(Weights(base, torch.float32).get, spec, size, dtype)
+    embedding = "model.embed_tokens.weight"
     old = {new: index for index, new in enumerate(_layer_positions(spec.num_layers, size.num_layers))}
     files: dict[str, str] = {}
     for index in range(size.num_layers + 1):
-        tensors = widening.layer(index, old.get(index)) if index < size.num_layers else widening.ends()
+        if index < size.num_layers:
+            tensors = widening.layer(index, old.get(index))
+        else:
+            head = embedding if spec.tie_embeddings else "lm_head.weight"
+            tensors = widening.ends("model.", embedding, head, size.vocab_size)
         file = f"model-{index + 1:05}-of-{size.num_layers + 1:05}.safetensors"
         save_file(tensors, folder / file, metadata={"format": "pt"})
         files |= dict.fromkeys(tensors, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    config = read_json(base / "config.json") | {
-        "hidden_size": size.hidden_size,
-        "intermediate_size": size.intermediate_size,
-        "num_hidden_layers": size.num_layers,
-        "num_attention_heads": size.num_heads,
-        "num_key_value_heads": size.num_kv_heads,
-        "head_dim": size.head_dim,
-        "rms_norm_eps": spec.rms_norm_eps * spec.hidden_size / size.hidden_size,
-        "tie_word_embeddings": False,
-        "dtype": str(dtype).removeprefix("torch."),
-    }
+    config = (
+        read_json(base / "config.json")
+        | {
+            "hidden_size": size.hidden_size,
+            "intermediate_size": size.intermediate_size,
+            "num_hidden_layers": size.num_layers,
+            "num_attention_heads": size.num_heads,
+            "num_key_value_heads": size.num_kv_heads,
+            "head_dim": size.head_dim,
+            "rms_norm_eps": spec.rms_norm_eps * spec.hidden_size / size.hidden_size,
+            "tie_word_embeddings": False,
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+        | ({"vocab_size": size.vocab_size} if size.vocab_size else {})
+    )
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
 def write_head(head: Path, base: Path, folder: Path, size: TargetSize, dtype: torch.dtype) -> None:
-    """Write an EAGLE-3 head of unchanged size that reads the wide target's features. Raises ValueError.
+    """Write an EAGLE-3 head that reads the wide target's features: of unchanged size, or of a wide vocabulary's.
 
-    It gets its own copy of the embedding and vocabulary head that it shared with the base.
+    It gets its own copy of the embedding and vocabulary head that it shared with the base. Raises ValueError.
     """
     target = read_spec(base)
     spec = read_eagle3_spec(head, target)
@@ -184,19 +210,54 @@ def write_head(head: Path, base: Path, folder: Path, size: TargetSize, dtype: to
     if "lm_head.weight" not in tensors:
         name = "lm_head.weight" if shared.has("lm_head.weight") else "model.embed_tokens.weight"
         tensors["lm_head.weight"] = shared.get(name)
-    fc = _noise(torch.float32)(spec.layers.hidden_size, 3 * size.hidden_size)
-    old_H3D = tensors["fc.weight"].view(-1, 3, target.hidden_size)
-    fc.view(-1, 3, size.hidden_size)[:, :, : target.hidden_size] = old_H3D
-    tensors["fc.weight"] = fc
+    wider: dict[str, object] = {}
+    if size.vocab_size:
+        tensors, wider = _wide_head(tensors, spec, size, dtype)
+    else:
+        fc = _noise(torch.float32)(spec.layers.hidden_size, 3 * size.hidden_size)
+        old_H3D = tensors["fc.weight"].view(-1, 3, target.hidden_size)
+        fc.view(-1, 3, size.hidden_size)[:, :, : target.hidden_size] = old_H3D
+        tensors["fc.weight"] = fc
     cast = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     save_file({name: tensor.contiguous() for name, tensor in cast.items()}, folder / "model.safetensors")
     positions = [*_layer_positions(target.num_layers, size.num_layers), size.num_layers]
-    config = read_json(head / "config.json") | {
-        "target_hidden_size": size.hidden_size,
-        "eagle_aux_hidden_state_layer_ids": [positions[tap] for tap in spec.tap_layers],
-    }
+    config = (
+        read_json(head / "config.json")
+        | {
+            "target_hidden_size": size.hidden_size,
+            "eagle_aux_hidden_state_layer_ids": [positions[tap] for tap in spec.tap_layers],
+        }
+        | wider
+    )
     config.pop("eagle_config", None)  # may name layers too, counted otherwise
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def _wide_head(
+    tensors: dict[str, Tensor], spec: Eagle3Spec, size: TargetSize, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """Return the tensors of a head as wide as the target, and the fields of its config.json that differ."""
+    H, V, layers = spec.layers.hidden_size, size.draft_vocab_size, spec.layers
+    widening = _Widening(lambda name: tensors[name].float(), layers, size, dtype)
+    fc = torch.zeros(size.hidden_size, 3 * size.hidden_size, dtype=dtype)
+    fc[:H] = widening.reader(tensors["fc.weight"], H, torch.arange(H), inputs=3)
+    fc[-1, size.hidden_size - 1] = 1  # the mark of the lowest layer's features
+    added = torch.full((V - spec.draft_vocab_size,), layers.vocab_size - spec.draft_vocab_size)
+    wide = {f"midlayer.{name}": tensor for name, tensor in widening.old_layer("midlayer.", inputs=2).items()}
+    wide |= widening.ends("", "embed_tokens.weight", "lm_head.weight", V, num_embeddings=size.vocab_size)
+    wide |= {"fc.weight": fc, "midlayer.hidden_norm.weight": widening.norm("midlayer.hidden_norm.weight")}
+    wide["d2t"] = torch.cat([tensors["d2t"], added])  # of the first added tokens
+    fields = {
+        "vocab_size": size.vocab_size,
+        "draft_vocab_size": V,
+        "hidden_size": size.hidden_size,
+        "intermediate_size": size.intermediate_size,
+        "num_attention_heads": size.num_heads,
+        "num_key_value_heads": size.num_kv_heads,
+        "head_dim": size.head_dim,
+        "rms_norm_eps": layers.rms_norm_eps * H / size.hidden_size,
+    }
+    return wide, fields
 
 
 def _layer_positions(num_old: int, num_new: int) -> list[int]:
@@ -220,6 +281,9 @@ def _check(base: Path, spec: ModelSpec, size: TargetSize) -> None:
             size.num_heads // size.num_kv_heads,
         ),
     }
+    if size.vocab_size:
+        pairs["vocabulary"] = (4 * spec.vocab_size, size.vocab_size)  # of which the head has a quarter
+        pairs["hidden width with a marked channel"] = (spec.hidden_size + 1, size.hidden_size)
     for name, (old, new) in pairs.items():
         if old > new:
             raise ValueError(f"{base}: its {name} is {old}, a target of {size} has only {new}; ask for a larger one")
@@ -242,8 +306,8 @@ def _noise(dtype: torch.dtype) -> Noise:
 class _Widening:
     """Pads the base's tensors."""
 
-    def __init__(self, weights: Weights, spec: ModelSpec, size: TargetSize, dtype: torch.dtype) -> None:
-        self._weights, self._spec, self._size, self._dtype = weights, spec, size, dtype
+    def __init__(self, get: Callable[[str], Tensor], spec: ModelSpec, size: TargetSize, dtype: torch.dtype) -> None:
+        self._get, self._spec, self._size, self._dtype = get, spec, size, dtype
         self._noise = _noise(dtype)
         group, wide_group = spec.num_heads // spec.num_kv_heads, size.num_heads // size.num_kv_heads
         head_H = torch.arange(spec.num_heads)
@@ -256,21 +320,32 @@ class _Widening:
         stride = self._size.head_dim // self._spec.head_dim
         return (head_H[:, None] * self._size.head_dim + stride * torch.arange(self._spec.head_dim)).flatten()
 
-    def ends(self) -> dict[str, Tensor]:
-        """Return the embedding, the final norm and the vocabulary head."""
-        embedding_VD = self._weights.get("model.embed_tokens.weight")
-        is_tied = self._spec.tie_embeddings
-        head_VD = embedding_VD if is_tied else self._weights.get("lm_head.weight")
-        everything = torch.arange(len(embedding_VD))
+    def ends(
+        self, prefix: str, embedding: str, head: str, num_tokens: int, num_embeddings: int | None = None
+    ) -> dict[str, Tensor]:
+        """Return the embedding, the final norm and the vocabulary head.
+
+        embedding, head: the tensors that they come from. num_tokens: of the head, and of the embedding if it has not
+        as many as `num_embeddings`; 0 = as before.
+        """
+        embedding_VD, head_VD = self._get(embedding), self._get(head)
+        wide = self._writer(embedding_VD.T, len(embedding_VD), torch.arange(len(embedding_VD))).T
+        if num_tokens:
+            more = self._noise((num_embeddings or num_tokens) - len(wide), self._size.hidden_size)
+            wide = torch.cat([wide, more])
+            wide[:, -1] = _MARK
+        tokens = self.reader(head_VD, num_tokens or len(head_VD), torch.arange(len(head_VD)))
+        if num_tokens:
+            tokens[len(head_VD) :, -1] = _LOWEST
         return {
-            "model.embed_tokens.weight": self._writer(embedding_VD.T, len(embedding_VD), everything).T.contiguous(),
-            "model.norm.weight": self._norm("model.norm.weight"),
-            "lm_head.weight": self._reader(head_VD, len(head_VD), everything),
+            f"{prefix}embed_tokens.weight": wide.contiguous(),
+            f"{prefix}norm.weight": self.norm(f"{prefix}norm.weight"),
+            "lm_head.weight": tokens,
         }
 
     def layer(self, index: int, old: int | None) -> dict[str, Tensor]:
         """Return layer `index`: the base's layer `old`, or an identity layer if `old` is None."""
-        tensors = self._idle_layer() if old is None else self._old_layer(f"model.layers.{old}.")
+        tensors = self._idle_layer() if old is None else self.old_layer(f"model.layers.{old}.")
         return {f"model.layers.{index}.{name}": tensor for name, tensor in tensors.items()}
 
     def _idle_layer(self) -> dict[str, Tensor]:
@@ -288,42 +363,46 @@ class _Widening:
             "mlp.down_proj.weight": torch.zeros(width, size.intermediate_size, dtype=self._dtype),
         }
 
-    def _old_layer(self, prefix: str) -> dict[str, Tensor]:
+    def old_layer(self, prefix: str, inputs: int = 1) -> dict[str, Tensor]:
+        """Return a layer of the base, whose attention reads so many streams side by side."""
         spec, size = self._spec, self._size
         queries, keys = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
         inner, inner_rows = size.intermediate_size, torch.arange(spec.intermediate_size)
 
         def old(name: str) -> Tensor:
-            return self._weights.get(f"{prefix}{name}.weight")
+            return self._get(f"{prefix}{name}.weight")
 
         query_old = old("self_attn.q_proj") * (size.head_dim / spec.head_dim) ** 0.5
-        query = self._reader(query_old, queries, self._query_rows)
+        query = self.reader(query_old, queries, self._query_rows, inputs)
         is_old = torch.zeros(size.num_heads, size.head_dim, 1, dtype=torch.bool)
         is_old.view(-1)[self._query_rows] = True
         query.view(size.num_heads, size.head_dim, -1)[self._head_H] *= is_old[self._head_H]  # added keys are noise
         return {
-            "input_layernorm.weight": self._norm(f"{prefix}input_layernorm.weight"),
+            "input_layernorm.weight": self.norm(f"{prefix}input_layernorm.weight"),
             "self_attn.q_proj.weight": query,
-            "self_attn.k_proj.weight": self._reader(old("self_attn.k_proj"), keys, self._kv_rows),
-            "self_attn.v_proj.weight": self._reader(old("self_attn.v_proj"), keys, self._kv_rows),
+            "self_attn.k_proj.weight": self.reader(old("self_attn.k_proj"), keys, self._kv_rows, inputs),
+            "self_attn.v_proj.weight": self.reader(old("self_attn.v_proj"), keys, self._kv_rows, inputs),
             "self_attn.o_proj.weight": self._writer(old("self_attn.o_proj"), queries, self._query_rows),
-            "post_attention_layernorm.weight": self._norm(f"{prefix}post_attention_layernorm.weight"),
-            "mlp.gate_proj.weight": self._reader(old("mlp.gate_proj"), inner, inner_rows),
-            "mlp.up_proj.weight": self._reader(old("mlp.up_proj"), inner, inner_rows),
+            "post_attention_layernorm.weight": self.norm(f"{prefix}post_attention_layernorm.weight"),
+            "mlp.gate_proj.weight": self.reader(old("mlp.gate_proj"), inner, inner_rows),
+            "mlp.up_proj.weight": self.reader(old("mlp.up_proj"), inner, inner_rows),
             "mlp.down_proj.weight": self._writer(old("mlp.down_proj"), inner, inner_rows),
         }
 
-    def _norm(self, name: str) -> Tensor:
+    def norm(self, name: str) -> Tensor:
         """Rescale norm weights for a mean over more values; the added weights multiply zeros."""
         wide = torch.ones(self._size.hidden_size)
-        old_D = self._weights.get(name)
+        old_D = self._get(name)
         wide[: len(old_D)] = old_D * (len(old_D) / len(wide)) ** 0.5
         return wide.to(self._dtype)
 
-    def _reader(self, old_OD: Tensor, num_rows: int, rows_O: Tensor) -> Tensor:
-        """Return [num_rows, D'] weights that read the residual stream; the old outputs are at `rows_O`."""
-        wide = self._noise(num_rows, self._size.hidden_size)
-        wide[rows_O, : old_OD.shape[1]] = old_OD.to(self._dtype)
+    def reader(self, old_OD: Tensor, num_rows: int, rows_O: Tensor, inputs: int = 1) -> Tensor:
+        """Return [num_rows, inputs D'] weights that read `inputs` streams; the old outputs are at `rows_O`."""
+        wide = self._noise(num_rows, inputs * self._size.hidden_size)
+        of_stream, old = wide.view(num_rows, inputs, -1), old_OD.view(len(old_OD), inputs, -1)
+        of_stream[rows_O, :, : old.shape[2]] = old.to(self._dtype)
+        if self._size.vocab_size:
+            of_stream[:, :, -1] = 0
         return wide
 
     def _writer(self, old_DI: Tensor, num_columns: int, columns_I: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from tests.support.engines import BUNDLED, DYNAMIC, GenerationJob, Runner, bundl
 from workers.config import DraftConfig, EngineConfig
 from workers.settings import SamplingSettings
 
-SIZES = ["256x9", "1024x8"]  # heads as wide as the bundled target's, and twice as wide
+SIZES = ["256x9", "1024x8", "256x9+v9000"]  # heads as wide as the bundled target's, and twice as wide
 
 
 def logits(folder: object, ids: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,9 @@ def test_the_wide_target_has_the_logits_of_the_bundled_one(size: str, tmp_path) 
     wide = TargetSize.parse(size)
     write_target(BUNDLED / "target", tmp_path, wide, torch.float32)
     ids = torch.randint(4, 2048, (1, 96), generator=torch.Generator().manual_seed(3))
-    torch.testing.assert_close(logits(tmp_path, ids), logits(BUNDLED / "target", ids), atol=1e-4, rtol=0)
+    found = logits(tmp_path, ids)
+    torch.testing.assert_close(found[..., :2048], logits(BUNDLED / "target", ids), atol=1e-4, rtol=0)
+    assert found.shape[2] == (wide.vocab_size or 2048) and (found[..., 2048:] < -100).all()
     stored = [tensor for file in tmp_path.glob("*.safetensors") for tensor in load_file(file).items()]
     layers = sum(tensor.numel() for name, tensor in stored if "layers." in name and tensor.dim() == 2)
     assert layers == wide.layer_parameters
@@ -51,10 +53,12 @@ def engine(target: object, head: object) -> EngineConfig:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_drafter_of_the_wide_target_proposes_the_same_trees(tmp_path) -> None:
-    pair = scaled_pair(BUNDLED / "target", BUNDLED / "eagle3", TargetSize.parse("512x9"), tmp_path, torch.float32)
+@pytest.mark.parametrize("size", ["512x9", "256x9+v9000"])
+def test_the_drafter_of_the_wide_target_proposes_the_same_trees(size: str, tmp_path) -> None:
+    """With a wide vocabulary the head is as large as the target's layers are."""
+    pair = scaled_pair(BUNDLED / "target", BUNDLED / "eagle3", TargetSize.parse(size), tmp_path, torch.float32)
     jobs = [
-        GenerationJob(prompt=prompt, max_tokens=24, sampling=SamplingSettings(temperature=temperature, seed=5))
+        GenerationJob(prompt=prompt, max_tokens=12, sampling=SamplingSettings(temperature=temperature, seed=5))
         for prompt in prompts(3)
         for temperature in (0.0, 1.0)
     ]
@@ -84,7 +88,11 @@ def test_a_cache_is_not_reused_for_another_pair(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("size", "says"),
-    [("256x7", "number of layers is 8, a target of 256x7 has only 7"), ("256x1", "ask for a larger one")],
+    [
+        ("256x7", "number of layers is 8, a target of 256x7 has only 7"),
+        ("256x1", "ask for a larger one"),
+        ("256x9+v4096", "its vocabulary is 8192"),
+    ],
 )
 def test_a_size_smaller_than_the_base_is_an_error(size: str, says: str, tmp_path) -> None:
     with pytest.raises(ValueError, match=says):
@@ -93,7 +101,13 @@ def test_a_size_smaller_than_the_base_is_an_error(size: str, says: str, tmp_path
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("300M", "must be 300m, 8b or"), ("300x", "must be 300m"), ("250x8", "a multiple of 256"), ("0x8", "a multiple")],
+    [
+        ("300M", "must be 300m, 8b or"),
+        ("300x", "must be 300m"),
+        ("250x8", "a multiple of 256"),
+        ("0x8", "a multiple"),
+        ("8b+v", "the number of tokens"),
+    ],
 )
 def test_an_invalid_size_is_reported_with_the_valid_forms(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
