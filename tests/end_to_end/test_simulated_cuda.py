@@ -394,11 +394,11 @@ def test_a_steps_tokens_are_sent_while_the_next_step_is_computed(
         pytest.param("eagle3", DYNAMIC, {}, marks=pytest.mark.full),
         ("draft_model", AUTO, {}),
         ("draft_model", DYNAMIC, {"enforce_eager": True}),
-        ("eagle3", CHAIN, {"kernels": "torch"}),
+        pytest.param("eagle3", CHAIN, {"kernels": "torch"}, marks=pytest.mark.full),
         ("ngram", CHAIN, {}),
         ("eagle3", AUTO, {"kv_cache_dtype": "fp8"}),
         ("dspark", DYNAMIC, {}),
-        ("peagle", AUTO, {}),
+        pytest.param("peagle", AUTO, {}, marks=pytest.mark.full),  # one pass, as dspark
         pytest.param("draft_model", DYNAMIC, {"kv_cache_dtype": "fp8", "kernels": "torch"}, marks=pytest.mark.full),
     ],
     ids=[

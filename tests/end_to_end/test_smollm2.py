@@ -75,7 +75,7 @@ def truth(chats: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("speculation", "tensor_parallel_size"),
     [
-        ({"no_speculation": True}, 1),
+        pytest.param({"no_speculation": True}, 1, marks=pytest.mark.full),
         ({}, 3),
         pytest.param({"no_speculation": True}, 3, marks=pytest.mark.full),
         pytest.param({}, 1, marks=pytest.mark.full),

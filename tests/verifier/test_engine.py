@@ -597,8 +597,8 @@ def test_a_crowd_of_random_requests_with_aborts_leave_every_page_free(method, tr
         language, method, tree, num_pages=70, max_num_seqs=5, max_num_batched_tokens=90, eos_token_ids=(5,)
     ) as bench:
         asked = []
-        while len(asked) < 150 or bench.open:
-            while len(asked) < 150 and rng.random() < 0.35:
+        while len(asked) < 80 or bench.open:
+            while len(asked) < 80 and rng.random() < 0.35:
                 prompt = [rng.randrange(24) for _ in range(rng.choice([1, 2, 7, 30, 100]))]
                 params = SamplingSettings(
                     temperature=rng.choice([0.0, 0.8, 1.0]), top_p=rng.choice([1.0, 0.9]), seed=rng.getrandbits(64)
@@ -630,7 +630,7 @@ def test_a_crowd_of_random_requests_with_aborts_leave_every_page_free(method, tr
                 stopped = [i for i, token in enumerate(tokens) if token in stops]
                 assert stopped == ([len(tokens) - 1] if answer.last.finish_reason == "stop" else [])
                 assert (len(tokens) == max_tokens) or stopped
-        assert num_finished > 100
+        assert num_finished > 50
         finished_drafts = np.array([a.last.stats.num_accepted_tokens for a in bench.answers.values() if a.last])
         assert finished_drafts.sum() > 100
 

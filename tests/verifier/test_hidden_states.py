@@ -85,7 +85,7 @@ def test_whatever_waits_fits(seed, monkeypatch):
         pool = b.target.state_pool
         assert pool is not None
         least = pool.num_free
-        for _ in range(40):
+        for _ in range(20):
             prompt = [int(t) for t in rng.integers(0, 32, rng.integers(1, 90))]
             b.submit(
                 prompt, int(rng.integers(1, 40)), SamplingSettings(temperature=0.0),

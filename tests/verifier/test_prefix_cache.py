@@ -382,7 +382,7 @@ def test_a_request_that_needs_every_page_takes_those_of_the_cache():
 
 # ---- everything at once
 
-FEW_STEPS, SOME_STEPS, MANY_STEPS = 700, 1500, 10_000
+FEW_STEPS, SOME_STEPS, MANY_STEPS = 400, 700, 10_000
 
 
 @pytest.mark.slow

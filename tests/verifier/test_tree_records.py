@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.fakes import Answer, Bench, Counting, RandomLanguage
+from tests.support.pairs import pairs
 from workers.comm.ipc import Speculation, TreeRecord
 from workers.config import AcceptanceConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.settings import SamplingSettings
@@ -27,6 +28,8 @@ RULES = {
     "recursive": AcceptanceConfig(kind="rejection", rejection_method="recursive"),
 }
 GREEDY, HOT = SamplingSettings(temperature=0.0), SamplingSettings(temperature=1.0, seed=3)
+METHODS = ("eagle3", "draft_model")
+HEAT = {"greedy": GREEDY, "hot": HOT}
 
 
 def records(answer: Answer) -> list[TreeRecord]:
@@ -57,17 +60,14 @@ def assert_agrees(answer: Answer, prompt: list[int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
-def test_records_agree_with_verdicts_and_change_no_token(method, tree, rule, params):
+@pytest.mark.parametrize(("method", "tree", "rule", "heat"), pairs(METHODS, TREES, RULES, HEAT, every=3))
+def test_records_agree_with_verdicts_and_change_no_token(method, tree, rule, heat):
     prompt, language = [5, 6, 7], RandomLanguage(error=0.5)
     answers = []
     for has_trees in (False, True):
         with Bench(language, method, TREES[tree], acceptance=RULES[rule]) as bench:
             other = bench.submit([9, 8], 30, HOT)  # does not ask
-            answers.append(bench.ask(prompt, 40, params, has_trees=has_trees))
+            answers.append(bench.ask(prompt, 40, HEAT[heat], has_trees=has_trees))
             assert all(chunk.tree is None for chunk in bench.answers[other].chunks)
             traced = [request.traced_B for request in bench.drafter.requests]
             assert any(traced_B is not None for traced_B in traced) == has_trees

@@ -197,8 +197,12 @@ def test_a_step_that_takes_longer_than_the_hang_timeout_is_not_cut() -> None:
 @needs_models
 @pytest.mark.parametrize(
     ("sizes", "killed", "number"),
-    [((1, 1), 1, signal.SIGKILL), ((1, 1), 1, signal.SIGSTOP), ((2, 2), 3, signal.SIGKILL)],
-    ids=["killed", "hung", "one of two ranks"],
+    [
+        pytest.param((1, 1), 1, signal.SIGKILL, marks=pytest.mark.full),
+        ((1, 1), 1, signal.SIGSTOP),
+        ((2, 2), 3, signal.SIGKILL),
+    ],
+    ids=["killed", "hung", "one of two ranks killed"],
 )
 def test_a_lost_drafter_is_replaced_and_changes_no_token(
     sizes: tuple[int, int], killed: int, number: signal.Signals

@@ -31,6 +31,7 @@ from tests.support.enumeration import (
     without,
 )
 from tests.support.oracles import Path, distance, product_law
+from tests.support.pairs import pairs
 from verifier.acceptance.coupled import walk
 from verifier.acceptance.rejection import Residual
 from workers.settings import Rule
@@ -310,8 +311,7 @@ GROWN: dict[str, tuple[TreePolicy, dict[str, object]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("grown", GROWN)
+@pytest.mark.parametrize(("grown", "rule"), pairs(GROWN, RULES))
 def test_trees_of_the_real_grow_are_lossless(grown, rule):
     tree_policy, options = GROWN[grown]
     limits = oracles.limits([5], [3], rule=[rule], **options)  # type: ignore[arg-type]

@@ -50,7 +50,7 @@ def test_auto_verifies_far_fewer_nodes_than_a_full_tree_and_accepts_as_much():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.full), 8])
 def test_where_drafting_never_pays_probes_take_no_more_than_a_hundredth_of_the_time(batch):
     with bench(DEAR_DRAFTS) as b:
         learning = b.run(AUTO, batch, 0.0, num_prompts=8, num_tokens=64)

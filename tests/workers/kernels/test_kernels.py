@@ -380,7 +380,7 @@ def test_shards_draw_what_the_whole_row_draws(kernels: Kernels, start: int) -> N
 
 
 @both
-@pytest.mark.parametrize(("start", "stop"), [(0, 2050), (3, 4), (1023, 1026), (6, 5003), (9, 9)])
+@pytest.mark.parametrize(("start", "stop"), [(0, 2050), (3, 4), (1023, 1026), (9, 9)])
 def test_noise_for_drafts_is_the_targets(kernels: Kernels, start: int, stop: int) -> None:
     keys = torch.tensor([[5, 0], [-1, 7], [1 << 62, 100_000], [5, 1]])
     made = kernels.gumbel(*keys.to(DEVICE).unbind(1), start, stop)

@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 
 from tests.support.attention_cases import CHAIN, RAGGED, Batch
 from tests.support.engines import BUNDLED
+from tests.support.pairs import pairs
 from workers.kernels import pointwise, reference
 from workers.models.layers import Runtime
 from workers.models.load import load_decoder
@@ -35,7 +36,8 @@ needs_compiler = pytest.mark.skipif(
     DEVICE == "cpu" and not (shutil.which("g++") or shutil.which("clang++")),
     reason="no C++ compiler: nothing was shown about compiled chains",
 )
-both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+DTYPES = [torch.float32, torch.bfloat16]
+both = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @cache
@@ -109,8 +111,7 @@ def test_rotation_turns_pairs_of_a_head_and_leaves_values_alone() -> None:
 
 @pytest.mark.slow
 @needs_compiler
-@both
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(("name", "dtype"), pairs(CHAINS, DTYPES))
 def test_compiled_chains_equal_eager_ones(name: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()  # after eight variants of one function torch would go on without compiling
     chain = name.removeprefix("norm_")

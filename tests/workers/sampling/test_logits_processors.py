@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from drafter.tree.frontier import DraftVocabulary
 from tests.support import oracles
 from tests.support.oracles import SMALL_V, Path, draft_logits, target_logits
+from tests.support.pairs import pairs
 from workers.sampling.logits_edits import UNSEEN, Columns, ConstrainedRow
 from workers.sampling.logits_processors import constrain, write_token_counts
 from workers.sampling.logits_state import LogitsState, TokenCounter
@@ -397,14 +398,7 @@ LENGTH = 25
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("active", "sampling"),
-    [
-        pytest.param(active, sampling, marks=[pytest.mark.full] if (row + column) % 3 == 0 else [])
-        for row, active in enumerate(ACTIVE)
-        for column, sampling in enumerate(SAMPLED)
-    ],
-)
+@pytest.mark.parametrize(("active", "sampling"), pairs(ACTIVE, SAMPLED, every=3))
 def test_speculation_never_changes_a_constrained_token(active, sampling):
     params = replace(SAMPLED[sampling], constraints=ACTIVE[active])
     expected = plain(params, LENGTH)
