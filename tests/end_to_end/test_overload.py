@@ -1,6 +1,6 @@
 """A real service under more load than it can serve, with clients that leave and clients that hardly read.
 
-`python -m bench.overload` measures the same; here is what must hold however fast the machine is.
+What must hold however fast the machine is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Load on a service from one event loop: more requests than it can serve, clients that leave, clients that read slowly.
+"""Load on a service from one event loop: clients that leave, clients that read slowly.
 
 It speaks HTTP over plain sockets, because a client library would need more time than the service.
 """
@@ -11,7 +11,7 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,6 @@ class Outcome:
 
     status: int
     """0: the connection broke."""
-    seconds: float
     retry_after: str | None = None
 
     @property
@@ -60,7 +59,7 @@ async def connect(url: str, body: Body, *, buffer_bytes: int | None = None) -> t
 
 async def ask(url: str, body: Body) -> Outcome:
     """Send one request and read its answer to the end."""
-    began, answer = time.perf_counter(), bytearray()
+    answer = bytearray()
     with suppress(OSError):
         reader, writer = await connect(url, body)
         try:
@@ -71,24 +70,7 @@ async def ask(url: str, body: Body) -> Outcome:
     head = answer.partition(b"\r\n\r\n")[0].decode("latin-1").lower().split("\r\n")
     headers = dict(line.split(": ", 1) for line in head[1:])
     status = int(head[0].split()[1]) if head[0] else 0
-    return Outcome(status=status, seconds=time.perf_counter() - began, retry_after=headers.get("retry-after"))
-
-
-async def closed_loop(url: str, body: Body, *, num_clients: int, seconds: float) -> list[Outcome]:
-    """Let each client ask again as soon as it is answered; return the outcomes in the order of their ends."""
-    ends, outcomes = time.perf_counter() + seconds, list[Outcome]()
-
-    async def client() -> None:
-        while time.perf_counter() < ends:
-            outcomes.append(await ask(url, body))
-
-    await asyncio.gather(*(client() for _ in range(num_clients)))
-    return outcomes
-
-
-async def open_loop(url: str, body: Body, *, per_second: float, seconds: float) -> list[Outcome]:
-    """Let clients arrive at random, whatever becomes of those before them."""
-    return list(await asyncio.gather(*await _arrivals(lambda: ask(url, body), per_second, seconds)))
+    return Outcome(status=status, retry_after=headers.get("retry-after"))
 
 
 async def leavers(url: str, body: Body, *, num: int, per_second: float, patience_s: float) -> None:
@@ -100,8 +82,13 @@ async def leavers(url: str, body: Body, *, num: int, per_second: float, patience
             async with asyncio.timeout(rng.uniform(0, patience_s)):
                 await ask(url, {**body, "stream": number % 2 == 0})
 
-    numbers = iter(range(num))
-    await asyncio.gather(*await _arrivals(lambda: leave(next(numbers)), per_second, num / per_second, num=num))
+    at, tasks = 0.0, list[asyncio.Task[None]]()
+    began = time.perf_counter()
+    for number in range(num):
+        at += rng.expovariate(per_second)
+        await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
+        tasks.append(asyncio.create_task(leave(number)))
+    await asyncio.gather(*tasks)
 
 
 async def slow_readers(url: str, body: Body, *, num: int, leave: asyncio.Event) -> list[int]:
@@ -121,26 +108,6 @@ async def slow_readers(url: str, body: Body, *, num: int, leave: asyncio.Event) 
     return list(await asyncio.gather(*(read() for _ in range(num))))
 
 
-async def _arrivals(
-    arrive: Any, per_second: float, seconds: float, *, num: int | None = None
-) -> list[asyncio.Task[Any]]:
-    """Start a task at each arrival of a Poisson process, for this time, or this many."""
-    rng, at, tasks = random.Random(7), 0.0, list[asyncio.Task[Any]]()
-    began = time.perf_counter()
-    while at < seconds if num is None else len(tasks) < num:
-        at += rng.expovariate(per_second)
-        await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-        work: Coroutine[Any, Any, Any] = arrive()
-        tasks.append(asyncio.create_task(work))
-    return tasks
-
-
 def statuses(outcomes: Sequence[Outcome]) -> Counter[int]:
     """Count the outcomes by status."""
     return Counter(outcome.status for outcome in outcomes)
-
-
-def quantile_ms(outcomes: Sequence[Outcome], status: int, share: float) -> float:
-    """Return a quantile of the time that answers of this status took; NaN without any."""
-    taken = sorted(outcome.seconds for outcome in outcomes if outcome.status == status)
-    return 1e3 * taken[min(len(taken) - 1, int(share * len(taken)))] if taken else float("nan")
