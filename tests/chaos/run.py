@@ -167,11 +167,13 @@ class Chaos:
         return httpx2.AsyncClient(base_url=self._url, timeout=TIMEOUT_S, limits=limits, trust_env=False)
 
 
-async def upgrade(url: str, args: EngineArgs, *, num_requests: int, concurrency: int) -> Counter[str]:
+async def upgrade(
+    url: str, args: EngineArgs, *, num_requests: int, concurrency: int, pause_s: float = 0.0
+) -> Counter[str]:
     """Deploy anew with two replicas and again with one, meanwhile answer small requests; return how they ended.
 
     At least `num_requests` are sent, and as many more as the deployments take. An answer that is not the expected one
-    counts as "wrong".
+    counts as "wrong". pause_s: between an answer and its client's next request.
     """
     from ray import serve as ray_serve
 
@@ -199,6 +201,7 @@ async def upgrade(url: str, args: EngineArgs, *, num_requests: int, concurrency:
                 await ask(http, body)
             except httpx2.TransportError as error:
                 ends[repr(error)] += 1
+            await asyncio.sleep(pause_s)
 
     def deploy(num_replicas: int) -> None:
         options = {"num_replicas": num_replicas, "graceful_shutdown_timeout_s": 60.0}
