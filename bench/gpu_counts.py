@@ -4,7 +4,8 @@
 
 There is one table per part:
 
-    launches   kernels in the graph of a whole tree, on the simulated device
+    launches   kernels in the graphs of a whole tree, on the simulated device
+    trees      launches, calls and bytes of a draft by requests, nodes and levels, and the time that a GPU would take
     calls      launches, copies and replays that the host makes in a step, on the simulated device
     bytes      what a forward's attention plan sends to the device, on the simulated device
     host       thread CPU time of the host's code in a step; the models' own time is left out
@@ -48,8 +49,11 @@ from cluster.bench.report import reporting
 from drafter.drafter import Drafter
 from drafter.proposers.base import FeatureProposer, head_graphs, head_tree_graphs
 from drafter.proposers.eagle3 import Eagle3Head
+from drafter.tree.frontier import TreeRequests
 from drafter.tree.policy import make_tree_policy
+from drafter.tree.tree_graphs import Shape, TreeGraphs
 from secateur.cli.bench import say
+from tests.drafter.tree.test_tree_graphs import message
 from tests.support import checkpoints
 from tests.support.engine_here import Pair, engine_here
 from tests.support.engines import BUNDLED, DYNAMIC, bundled
@@ -68,9 +72,9 @@ from workers.kernels import fused, pointwise
 from workers.models.layers import Runtime
 from workers.models.readers import read_spec
 from workers.settings import Constraints, SamplingSettings
-from workers.types import AttentionMetadata, DraftReply, DraftRequest, TargetStep, TreeBatch
+from workers.types import AttentionMetadata, DraftReply, DraftRequest, SamplingBatch, TargetStep, TreeBatch
 
-PARTS = ("launches", "calls", "bytes", "host", "engine", "buckets", "cuts", "kernels")
+PARTS = ("launches", "trees", "calls", "bytes", "host", "engine", "buckets", "cuts", "kernels")
 BATCHES = (1, 8, 32)
 MANY = (1, 32, 64, 128, 256)
 NUM_STEPS, WARM_UP, NUM_ROUNDS = 50, 20, 5
@@ -103,7 +107,7 @@ def as_one_launch(cuda: SimulatedCuda) -> Iterator[Any]:
 
 
 def launches() -> Table:
-    """Yield the tree graphs of one request by shape and sampling parameters; a compiled chain counts as one."""
+    """Yield the trees of one request by their kind and sampling parameters; a compiled chain counts as one."""
     yield ["a tree of 8 levels and 16 nodes", "launches", "of the draft model", "others"]
     read_spec(BUNDLED / "target")  # transformers must be imported while torch is as it is
     chain = TreeConfig(kind="chain", num_speculative_tokens=8)
@@ -115,10 +119,14 @@ def launches() -> Table:
             )
             in_model = _counted_passes(head, cuda)
             graphs = head_tree_graphs(head, head.new_kv_pool(64 * config.page_size), config)
-            for (_, has_truncation, has_penalties), graph in zip(graphs._grow, cuda.graphs, strict=True):
+            for key, first, further in zip(graphs._grow, cuda.graphs[::2], cuda.graphs[1::2], strict=True):
+                _, has_truncation, has_penalties = key
                 name = "with penalties" if has_penalties else "with top-k and top-p" if has_truncation else "plain"
-                inside = in_model[id(graph)]
-                yield [f"{shape}, {name}", len(graph.work), inside, len(graph.work) - inside]
+                whole, inside = (
+                    len(first.work) + 7 * len(further.work),
+                    in_model[id(first)] + 7 * in_model[id(further)],
+                )
+                yield [f"{shape}, {name}", whole, inside, whole - inside]
 
 
 def _counted_passes(head: Eagle3Head, cuda: SimulatedCuda) -> Counter[int]:
@@ -135,6 +143,61 @@ def _counted_passes(head: Eagle3Head, cuda: SimulatedCuda) -> Counter[int]:
 
     head.forward, head.logits = partial(counted, head.forward), partial(counted, head.logits)  # type: ignore[method-assign]
     return in_model
+
+
+# ---- trees
+
+LEVEL_MS, ROW_US, REPLY_MS, HOST_LEVEL_MS = 0.279, 0.73, 1.2, 1.6
+"""A level in a graph, each of its rows, and the rest of a draft, with the head of an 8B model on an H200: by the times
+of 16 and of 128 rows in `results/2026-11-27-gpu-h200.md`. A level that the host grows: `2026-11-26-gpu-h200.md`."""
+LEVEL_BYTES, ROW_BYTES = 749e6, 4 * 32_000 * 2 + 2 * 4096 * 12
+"""Weights of that head, and what a row reads and writes: its logits twice, and a dozen rows of its width."""
+
+
+def trees() -> Table:
+    """Yield drafts by requests, nodes and levels: in graphs, and level by level."""
+    yield [
+        "requests x nodes x levels", "shape", "kernels in graphs", "calls of the host", "GB moved", "ms in graphs",
+        "calls level by level", "ms level by level",
+    ]  # fmt: skip
+    config = bundled(DYNAMIC, max_num_seqs=128, device="cuda", max_model_len=512)
+    read_spec(BUNDLED / "target")
+    with simulated_cuda() as cuda:
+        head = checkpoints.load_eagle3(BUNDLED / "eagle3", BUNDLED / "target", Runtime(device="cuda", kernels=fused))
+        pool = head.new_kv_pool((1 + 9 * 128) * config.page_size)
+        passes = head_graphs(head, pool, config)
+        whole = head_tree_graphs(head, pool, config)
+        for requests, (nodes, depth) in product((1, 8, 32, 64, 128), ((2, 2), (4, 3), (8, 5), (16, 8))):
+            calls = []
+            for graphs in (whole, None):
+                proposer = FeatureProposer(head, pool, config.page_size, config.tree_rows, passes, graphs)
+                drafter = Drafter(proposer, make_tree_policy(DYNAMIC), kernels=fused)
+                step = dict.fromkeys(range(requests), (4, nodes, depth))
+                asked = message(step, [100] * requests, head.width, torch.Generator().manual_seed(0), "cuda")
+                none = torch.zeros(0, dtype=torch.uint8)
+                sampling = SamplingBatch.stack([SamplingSettings(temperature=0.0)] * requests)
+                asked = replace(
+                    asked, auto_B=torch.zeros_like(asked.auto_B), costs=None, constraints_U=none, sampling=sampling
+                )
+                before, runs = cuda.num_calls, [graph.num_replays for graph in cuda.graphs]
+                drafter.draft(asked)
+                calls.append(cuda.num_calls - before)
+                if graphs is not None:
+                    size = graphs._size_of(TreeRequests.of(asked))
+                    kernels = sum((g.num_replays - n) * len(g.work) for g, n in zip(cuda.graphs, runs, strict=True))
+            shape, levels = size or (None, 0)
+            rows = shape.requests * shape.nodes if shape else 0
+            yield [
+                f"{requests} x {nodes} x {depth}", f"{shape.requests} x {shape.nodes}" if shape else "none", kernels,
+                calls[0], *_moved(rows, levels), calls[1],
+                round(HOST_LEVEL_MS * depth, 1),
+            ]  # fmt: skip
+
+
+def _moved(rows: int, levels: int) -> tuple[float, float]:
+    """Return the gigabytes and the milliseconds of a draft of so many rows a level."""
+    num_bytes = levels * LEVEL_BYTES + (levels - 1) * rows * ROW_BYTES
+    return round(num_bytes / 1e9, 2), round(REPLY_MS + levels * LEVEL_MS + (levels - 1) * rows * ROW_US / 1e3, 2)
 
 
 # ---- calls
@@ -357,7 +420,7 @@ def _drafter_times(requests: list[DraftRequest], pair: Pair, config: EngineConfi
         trees = head_tree_graphs(head, pool, config, is_captured=False)
         for size, bucket in graphs._buckets.items():
             bucket.replay = partial(tuple, [torch.zeros(size.rows, head.width)])
-        trees._grow = {key: partial(_chains, key[0], AUTO.num_speculative_tokens) for key in trees._grow}
+        trees._grow = {key: (partial(_write_chains, trees, key[0]), lambda: None) for key in trees._grow}
         proposer = FeatureProposer(head, pool, config.page_size, config.tree_rows, graphs, trees)
         call = Drafter(proposer, make_tree_policy(AUTO), kernels=fused).draft
         plan = graphs._plan
@@ -381,12 +444,11 @@ def _drafter_times(requests: list[DraftRequest], pair: Pair, config: EngineConfi
     return {"drafter's two attention plans": plan_ms, "drafter's other Python": whole_ms - plan_ms}
 
 
-@cache
-def _chains(num_requests: int, num_nodes: int) -> Tensor:
-    """Return what a tree graph does for chains of 8 nodes."""
-    row = torch.arange(1 + num_nodes, dtype=torch.float64)
-    fields = torch.stack([row, (row - 1).clamp(min=0), row, (row < 9) * 0.8**row, 0.8**row])
-    return fields.repeat(num_requests, 1, 1)
+def _write_chains(trees: TreeGraphs, shape: Shape) -> None:
+    """Do what graphs do, for chains of 8 nodes."""
+    own, row = trees._tensors(shape), torch.arange(1 + shape.nodes)
+    own.state_5BR[:3] = torch.stack([row, (row - 1).clamp(min=0), row])[:, None]
+    own.weight_BR[:], own.path_prob_BR[:] = (row < 9) * 0.8**row, 0.8**row
 
 
 # ---- the engine's stages
@@ -613,8 +675,8 @@ def main() -> None:
     made.add_argument("--archs", type=int, nargs="+", default=[80, 90, 100], help="compute capabilities x 10")
     options = made.parse_args()
     counters: dict[str, Callable[[], Table]] = {
-        "launches": launches, "calls": calls, "bytes": bytes_sent, "host": host, "engine": engine_stages,
-        "buckets": buckets, "cuts": cuts, "kernels": partial(kernels, options.archs),
+        "launches": launches, "trees": trees, "calls": calls, "bytes": bytes_sent, "host": host,
+        "engine": engine_stages, "buckets": buckets, "cuts": cuts, "kernels": partial(kernels, options.archs),
     }  # fmt: skip
     torch.set_num_threads(1)
     about = {"command": command(), "torch": torch.__version__, "hardware": "without a GPU"}

@@ -83,7 +83,7 @@ def run(
     heads = None
     if isinstance(proposer, HeadProposer):
         heads = HeadLoader(world, partial(load_another_head, world, specs, kernels), proposer.take)
-    _serve(world, drafter, heads, has_noise=is_model)
+    _serve(world, drafter, heads, has_noise=is_model and proposer.tree_graphs is None)
     if proposer.graphs is not None:
         proposer.graphs.release()
     groups.leave()
@@ -93,7 +93,8 @@ def run(
 def _serve(world: World, drafter: Drafter, heads: HeadLoader | None, *, has_noise: bool) -> None:
     """Answer verifier 0 until it says STOP.
 
-    heads: None = the drafter is no head. has_noise: it reads rows of noise, not single tokens' noise.
+    heads: None = the drafter is no head. has_noise: trees are grown from rows of noise, neither from
+    single tokens' noise nor from what graphs compute.
     """
     has_started = False
     PULSE.serve()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from drafter.tree.tree_graphs import buckets
+from drafter.tree.device import requests_at_once
+from drafter.tree.tree_graphs import STATE_ROW_BYTES, shapes
 from workers.config import EngineConfig, TreeConfig
 from workers.cuda_graphs import MOST_ROWS, sizes
 from workers.models.draft_methods import method_of
@@ -31,10 +32,10 @@ _BLOCK = 2048
 def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
     """Count a rank's workspace; n-gram lookup needs none.
 
-    buffers    as the target's, with a feature for each row; for whole trees the roots' rows, token counts and the noise
-               of every level; the noise cache
-    captured   a pass of the most rows, and apart from it the widest level of the most trees: a pass, its logits, and
-               those of the roots
+    buffers    as the target's, with a feature for each row; for whole trees the roots' rows and token counts, and the
+               nodes, inputs and features of all rows; the noise cache
+    captured   a pass of the most rows, and apart from it the widest level of the most trees: a pass, and the logits
+               that exist at once
     eager      every node's feature; the larger of a pass without a graph and of a level that is grown without one; of a
                head that drafts in one pass every depth's logits and hidden states, and its blocks' keys and values
     """
@@ -52,19 +53,21 @@ def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
     captured = pass_bytes(shape, config, most)
 
     logits = V * (item + 4 + 8 * (ranks > 1))  # of a row: as multiplied, in float32, and gathered
-    N = tree.num_speculative_tokens
     block_size = 0  # of heads that draft in one pass, whose trees are grown without a graph
     if isinstance(spec, BlockSpec):
         block_size = spec.block_size
     elif spec.has_marginals:
         block_size = pass_depth(spec, tree)
-    if own and ranks == 1 and not block_size and (trees := buckets(config.max_num_seqs, N, V)):
-        B = trees[0]
+    if own and ranks == 1 and not block_size and (trees := shapes(config)):
+        B, most_rows = max(shape.requests for shape in trees), trees[0].requests * trees[0].nodes
         table = 4 * config.pages_for(config.max_model_len)
-        buffers += B * (layers.hidden_size * item + 4 * V * (1 + tree.longest_path))
-        buffers += sum(plan_bytes(shape, n * N, n, table) for n in trees)
+        buffers += (
+            B * (layers.hidden_size * item + 4 * V) + most_rows * (H * item + 4 * 8) + (most_rows + B) * STATE_ROW_BYTES
+        )
+        buffers += sum(plan_bytes(shape, b * n, b, table) for b, n in trees)
         best = 16 * tree.num_children * -(-V // _BLOCK)
-        captured += pass_bytes(shape, config, B * N) + B * N * (logits + 4 * V + best + cut_bytes(V)) + B * logits
+        scored = max(min(b, requests_at_once(n, V)) * n for b, n in trees)
+        captured += pass_bytes(shape, config, most_rows) + scored * (logits + 4 * V + best + cut_bytes(V))
     rows, kept = max_message_rows(config), config.max_num_seqs * config.tree_rows * H * item
     if block_size:
         num_slots = config.max_num_seqs * block_size

@@ -189,9 +189,8 @@ def head_graphs(
 def head_tree_graphs(head: FeatureHead, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> TreeGraphs:
     """Capture the growth of whole trees by a head."""
 
-    def run(plan: AttentionPlan, tokens_N: Tensor, features_NH: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        hidden_NH = head.forward(tokens_N, features_NH, positions_N, plan, kv)
-        return hidden_NH, head.logits(hidden_NH)
+    def run(plan: AttentionPlan, tokens_N: Tensor, features_NH: Tensor, positions_N: Tensor) -> Tensor:
+        return head.forward(tokens_N, features_NH, positions_N, plan, kv)
 
     return TreeGraphs(
         run,
@@ -268,14 +267,13 @@ def decoder_tree_graphs(
     model: BaseDecoder, vocab: DraftVocabulary, kv: KVPool, config: EngineConfig, *, is_captured: bool = True
 ) -> TreeGraphs:
     """Capture the growth of whole trees by a draft model, which reads no features."""
-    logits = partial(shared_logits, model, vocab)
 
-    def run(plan: AttentionPlan, tokens_N: Tensor, features_N0: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        return features_N0, logits(model.forward(tokens_N, positions_N, plan, kv).final_ND)
+    def run(plan: AttentionPlan, tokens_N: Tensor, features_N0: Tensor, positions_N: Tensor) -> Tensor:
+        return model.forward(tokens_N, positions_N, plan, kv).final_ND
 
     return TreeGraphs(
         run,
-        logits,
+        partial(shared_logits, model, vocab),
         partial(model.plan, page_size=config.page_size),
         torch.zeros(1, model.spec.hidden_size, dtype=model.dtype, device=model.device),
         vocab,

@@ -71,6 +71,17 @@ class TreeCostModel:
         """Return how many of `ranked` to verify; among equals, the smallest number."""
         return int(self.throughput(ranked_N, draft_ms, fixed).argmax())
 
+    def best_depth(self, depth_N: np.ndarray, weight_N: np.ndarray, rows_per_level: int) -> int:
+        """Return with how many levels these nodes, roots included, would have given the most tokens per millisecond.
+
+        rows_per_level: rows run on each level below the first.
+        """
+        gain_D = np.bincount(depth_N, weight_N, minlength=2)[1:].cumsum()
+        count_D = np.bincount(depth_N, minlength=2)[1:].cumsum()
+        draft_ms_D = [self.draft_ms(1 + i, i * rows_per_level) for i in range(len(gain_D))]
+        verify_ms_D = self._verify_ms_N[np.minimum(count_D, self._max_nodes)]
+        return 1 + int(((self._base_tokens + gain_D) / (np.array(draft_ms_D) + verify_ms_D)).argmax())
+
     def worth_running(
         self, weight_F: np.ndarray, displaced_F: np.ndarray, weights: np.ndarray, draft_ms: float
     ) -> np.ndarray:

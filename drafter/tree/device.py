@@ -1,8 +1,8 @@
-"""Growth on the device, in static shapes: what a CUDA graph that grows every level of every tree reads and writes.
+"""Growth on the device, in static shapes: what the CUDA graphs of a tree's levels read and write.
 
     PARAMETERS, GrowInputs, StaticOptions      what `drafter.tree.triton_growth` reads
     static_rows                                the rows of a static tree, which are known beforehand
-    NodeTensors, RowInputs                     trees, and what the draft model reads at their rows
+    TreeTensors                                trees, and what the draft model reads at their rows
 
 `drafter.tree.tree_graphs` owns the buffers, and captures and replays the growth.
 
@@ -24,8 +24,8 @@ Legend: B requests, N nodes of a tree, R = 1 + N rows, D levels, V draft vocabul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -37,11 +37,6 @@ from drafter.tree.score import confidence_tau
 from workers.config import TreeConfig
 from workers.kernels.select import Kernels
 from workers.settings import Rule
-
-ReadRows = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""The draft model: (token, feature, position, ancestors) of all rows but the roots -> (features for the children,
-logits), each [B, N, ...] and contiguous."""
-
 
 PARAMETERS = (
     "token",  # the root's
@@ -60,6 +55,9 @@ PARAMETERS = (
     "frequency",
     "presence",
     "is_auto",  # 1 = what thresholds keep out frees its place
+    "seed",  # the bits of an int64
+    "index",  # of the token that the root's children stand for, which keys the target's noise
+    "level",  # levels of the tree so far, which growth itself writes
 )
 """The columns of the table of requests, float64, which holds all of them exactly. A row of zeros keeps no node."""
 
@@ -75,8 +73,18 @@ def parameter_columns(
         limits.num_nodes_B, limits.max_depth_B, *limits.rules.values,
         temperature_B, sampling.top_k_B.numpy(), sampling.top_p_B.numpy(), sampling.min_p_B.numpy(),
         confidence_tau(temperature_B, limits.rule_B == Rule.COUPLED.value), *penalties_B3.T,
-        limits.is_auto_B,
+        limits.is_auto_B, sampling.seed_B.numpy().view(np.float64), trees.root_index_B, np.zeros(len(temperature_B)),
     )  # fmt: skip
+
+
+LOGITS_AT_ONCE = 1 << 25
+"""Logits that exist at once, 134 MB in float32: 1,024 rows of a vocabulary of 32,000 or 220 of 151,936. The products of
+so many rows take as long as reading the vocabulary head once more."""
+
+
+def requests_at_once(num_rows: int, vocab_size: int) -> int:
+    """Return of how many requests, with so many rows each, the logits exist at once."""
+    return max(1, LOGITS_AT_ONCE // (num_rows * vocab_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +96,7 @@ class StaticOptions:
     kernels: Kernels
     has_truncation: bool  # some request may have min-p, top-k or top-p
     has_penalties: bool
-    static_4R: Tensor | None = None  # see `static_rows`; None = trees grow best-first
+    static_4R: Tensor | None = None  # see `static_rows`; None = trees grow best-first; contiguous rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,30 +104,36 @@ class GrowInputs:
     """The tensors that growth reads; a graph reads them anew at every replay."""
 
     features_BH: Tensor  # each root's feature for its children
-    noise_BDV: Tensor  # the target's noise for the children of each level; stale where a request has none
     count_BV: Tensor  # the token counts that `workers.sampling.logits_processors.penalize` takes
     table: Tensor  # float64 [B, columns], see PARAMETERS
     log_odds_D: Tensor  # calibration of each level's children
 
-
-class NodeTensors(NamedTuple):
-    """Nodes [B, R]. An entry of weight 0 is empty, and its other fields are arbitrary."""
-
-    token: Tensor  # int64
-    parent: Tensor  # int64, its row; a root is its own parent
-    depth: Tensor  # int64
-    weight: Tensor  # float32
-    path_prob: Tensor  # float64; negative below a node that failed, see `drafter.tree.thresholds`
-    column: Tensor  # int64, the token's column in the logits
+    def rows_of(self, own: slice) -> GrowInputs:
+        """Return the part of some requests."""
+        parts = {name: getattr(self, name)[own] for name in ("features_BH", "count_BV", "table")}
+        return replace(self, **parts)
 
 
-class RowInputs(NamedTuple):
-    """The draft model's inputs at all rows but the roots, int64 [B, N] each. Rows without a node have valid ones."""
+class TreeTensors(NamedTuple):
+    """Trees, and what the draft model reads at all their rows but the roots. A row of weight 0 holds no node."""
 
-    token: Tensor
-    position: Tensor
-    ancestors: Tensor  # bitmask over the R rows, itself included
-    old_parent: Tensor  # the row that its parent had at the level before
+    state_5BR: (
+        Tensor  # int64 token, parent's row, depth, column in the logits, and ancestors: a bitmask, itself included
+    )
+    path_prob_BR: Tensor  # float64; negative below a node that failed, see `drafter.tree.thresholds`
+    weight_BR: Tensor  # float32
+    inputs_4BN: Tensor  # int64 token, position, ancestors, and the row that its parent had at the level before
+    feature_BNH: Tensor  # of each row's parent
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return self.inputs_4BN.shape[2]
+
+    def rows_of(self, own: slice) -> TreeTensors:
+        """Return the part of some requests."""
+        state_5BR, path_prob_BR, weight_BR, inputs_4BN, feature_BNH = self
+        return TreeTensors(state_5BR[:, own], path_prob_BR[own], weight_BR[own], inputs_4BN[:, own], feature_BNH[own])
 
 
 def static_rows(paths: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:

@@ -14,9 +14,9 @@ There are two algorithms, because a threshold and a budget ask for different tre
   `best_first.BestFirstGrowth`   keeps the best candidates of the whole tree. It accepts more tokens with as many nodes,
                                  and serves dynamic trees under `auto` unless they are sampled.
 
-`triton_growth.grow_on_device` is either of them again, in static shapes that a CUDA graph can hold: all levels of all
-trees in one replay (`drafter.tree.tree_graphs`), where all requests of the message are as the service is configured and
-none is sampled.
+`triton_growth` is either of them again, in static shapes that CUDA graphs can hold: a level of all trees in one replay,
+without the host in between (`drafter.tree.tree_graphs`), where all requests of the message are as the service is
+configured and none is sampled.
 
 At the end, one cut through all trees under `auto` drops the nodes that cost more to verify than they are worth
 (`drafter.tree.cost_model`). Sampled trees are never cut: their budgets are set before anything is drawn.
@@ -118,14 +118,15 @@ def grow(
         grammars: required if a request has a grammar.
     """
     cost_model = TreeCostModel(trees.costs) if trees.costs is not None else None
-    grown = None
-    if model.tree_graphs is not None and _only_penalize(trees.logits_states):
-        grown = model.tree_graphs(trees)
+    grown, graphs = None, model.tree_graphs
+    if graphs is not None and _only_penalize(trees.logits_states):
+        grown = graphs(trees)
     if grown is None:
+        graphs = None
         read = roots() if callable(roots) else roots
         constraints = _PathConstraints(trees.logits_states, model.vocab, grammars)
         grown = _by_level(trees, read, model, policy, cost_model, kernels, constraints)
-    return _finish(grown, trees, cost_model)
+    return _finish(grown, trees, cost_model, graphs)
 
 
 def _by_level(
@@ -185,16 +186,24 @@ def _by_level(
     )
 
 
-def _finish(grown: UnprunedTrees, asked: TreeRequests, cost_model: TreeCostModel | None) -> GrownTrees:
-    """Prune by thresholds what has not been, cut the trees under `auto`, then pack all of them."""
+def _finish(
+    grown: UnprunedTrees, asked: TreeRequests, cost_model: TreeCostModel | None, graphs: TreeGraphs | None
+) -> GrownTrees:
+    """Prune by thresholds what has not been, cut the trees under `auto`, then pack all of them.
+
+    graphs: have grown them; None = level by level.
+    """
     nodes, sampled, pruned_BD, num_levels, num_run, kept_out = grown
     nodes, removed, failed = prune(nodes, asked.limits)
     np.add.at(pruned_BD, (removed.request_N, removed.depth_N - 1), 1)
-    is_kept_N = None
+    is_kept_N, kept = None, nodes
     if cost_model is not None:
         is_kept_N = cut(nodes, asked.limits, cost_model, cost_model.draft_ms(num_levels, num_run))
         np.add.at(pruned_BD, (nodes.request_N[~is_kept_N], nodes.depth_N[~is_kept_N] - 1), 1)
-    trees = pack_trees(nodes if is_kept_N is None else nodes.rows(is_kept_N), len(pruned_BD))
+        kept = nodes.rows(is_kept_N)
+        if graphs is not None:
+            graphs.learn(kept, cost_model)
+    trees = pack_trees(kept, len(pruned_BD))
     trace = None if asked.traced_B is None else trace_trees(nodes, is_kept_N, [*kept_out, failed], asked.traced_B)
     return GrownTrees(trees, pack_probs(sampled, trees), pruned_BD, num_levels, num_run, trace)
 

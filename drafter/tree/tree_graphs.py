@@ -1,12 +1,16 @@
-"""CUDA graphs that grow whole trees: `grow_on_device` over static buffers, captured for each bucket of requests.
+"""CUDA graphs that grow whole trees: their levels over static buffers, captured for each shape of trees.
 
-    TreeGraphs(run, plan, ...)                       the buffers and the graphs
-        .odds_of(trees)                              whether a graph grows such trees
+    TreeGraphs(run, logits, ...)                     the buffers and the graphs
+        .odds_of(trees)                              whether graphs grow such trees
         .set_roots(roots, hidden_MX, row_G)          where this step's trees begin, set by the draft model's `extend`
-        (trees) -> UnprunedTrees | None              one replay, one copy to the host
+        (trees) -> UnprunedTrees | None              a replay for each level, one copy to the host
+        .learn(kept, cost_model)                     how large the next trees under `auto` may be
 
-Legend: B requests of a bucket, G of a step, M fed rows, N nodes of a tree, R = 1 + N rows, D levels, V draft
-vocabulary, X width of the draft model's output, H width of a feature: X or 0.
+A shape is a number of requests and of nodes. It has two graphs: of the first level, and of any other, which is replayed
+once for each. So trees may have any depth.
+
+Legend: B requests of a shape, G of a step, M fed rows, N nodes of a shape, R = 1 + N rows, F rows that are read,
+D levels, V draft vocabulary, X width of the draft model's output, H width of a feature: X or 0.
 """
 
 from __future__ import annotations
@@ -14,24 +18,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from drafter.tree.device import PARAMETERS, GrowInputs, StaticOptions, parameter_columns, static_rows
+from drafter.tree.cost_model import TreeCostModel
+from drafter.tree.device import PARAMETERS, GrowInputs, StaticOptions, TreeTensors, parameter_columns, static_rows
 from drafter.tree.frontier import DraftVocabulary, TreeNodes, TreeRequests, TreeRoots, UnprunedTrees
 from drafter.tree.score import child_kinds
 from workers.config import EngineConfig
-from workers.cuda_graphs import MAX_ROWS, Recorder, Size
+from workers.cuda_graphs import Recorder, Size
 from workers.kernels.select import Kernels
 from workers.sampling.logits_processors import write_token_counts
 from workers.transfer import to_host
 from workers.types import AttentionMetadata, NodeKind, as_signed64
 
-MAX_LOGITS = 1 << 24
-"""Logits of one level, empty rows included; beyond, the computation outweighs the launches that a graph saves."""
+MAX_TREE_ROWS = 1024
+"""Rows of a level, empty ones included; beyond, the computation outweighs the launches that a graph saves."""
+_FEW_ROWS = 128
+"""Fewer rows of a level take as long, for the weights are read in any case."""
 
 _LOGITS_EDITS = ((False, False), (True, False), (True, True))
 """The combinations of (truncation, penalties) that have a graph. Truncation leaves requests without it unchanged."""
@@ -40,6 +47,8 @@ _NO_BASE = 1
 """The root's slot of a padding request, never before a model's first slot."""
 
 _TABLE_ROW_BYTES = 8 * len(PARAMETERS)
+STATE_ROW_BYTES = 5 * 8 + 8 + 4
+"""Of a row in `TreeTensors.state_5BR`, `path_prob_BR` and `weight_BR`, which one copy brings to the host."""
 
 _NO_PENALTIES = np.array([[1.0, 0.0, 0.0]])
 """Repetition, frequency and presence."""
@@ -47,26 +56,41 @@ _NO_PENALTIES = np.array([[1.0, 0.0, 0.0]])
 _UNCALIBRATED = torch.zeros(1)
 """The fit of weights that stay as they are."""
 
-RunRows = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(plan, tokens_N, features_NH, positions_N) -> (features for the children [N, H], logits [N, V]) of packed rows."""
+RunRows = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+"""(plan, tokens_N, features_NH, positions_N) -> outputs [N, X] of packed rows."""
 
 
-def buckets(max_requests: int, num_nodes: int, vocab_size: int) -> list[int]:
-    """Return the numbers of requests that get graphs, largest first: powers of two, as in `workers.cuda_graphs`."""
-    top = Size.of(1, max_requests).requests
-    return [
-        requests
-        for requests in (top >> i for i in range(top.bit_length()))
-        if requests * num_nodes <= min(MAX_ROWS, MAX_LOGITS // vocab_size)
+class Shape(NamedTuple):
+    """The numbers of requests and of nodes of each tree for which graphs are captured."""
+
+    requests: int
+    nodes: int
+
+
+def shapes(config: EngineConfig) -> list[Shape]:
+    """Return all shapes, those of the most rows first.
+
+    Powers of two of requests, as in `workers.cuda_graphs`; as many nodes as trees may have, and lower powers of two
+    that give a level _FEW_ROWS or more.
+    """
+    assert config.draft is not None
+    most = config.draft.tree.num_speculative_tokens
+    top = Size.of(1, config.max_num_seqs).requests
+    found = [
+        Shape(requests, nodes)
+        for requests in (1 << i for i in range(top.bit_length()))
+        for nodes in {most} | {1 << i for i in range(1, most.bit_length()) if requests << i >= _FEW_ROWS}
+        if nodes <= most and requests * nodes <= MAX_TREE_ROWS
     ]
+    return sorted(found, key=lambda shape: (-shape.requests * shape.nodes, shape))
 
 
 class TreeGraphs:
-    """`grow_on_device` over static buffers; a step replays the graph of the next larger bucket.
+    """Growth over static buffers; a step replays the graphs of the next larger shape.
 
     Args:
         run: the draft model's pass over tree rows.
-        root_logits: its logits [B, V] at roots, from its outputs [B, X] there.
+        logits: its logits [N, V] from its outputs [N, X].
         plan: plans its attention, for kernels whose plans can be moved.
         example_1X: a row of its output, on the device.
         reads_features: whether its output is also the feature for the children; otherwise they read none.
@@ -77,7 +101,7 @@ class TreeGraphs:
     def __init__(
         self,
         run: RunRows,
-        root_logits: Callable[[Tensor], Tensor],
+        logits: Callable[[Tensor], Tensor],
         plan: Callable[[AttentionMetadata], Any],
         example_1X: Tensor,
         vocab: DraftVocabulary,
@@ -89,29 +113,33 @@ class TreeGraphs:
         is_captured: bool = True,
     ) -> None:
         assert config.draft is not None
-        self._run, self._root_logits, self._page_size = run, root_logits, config.page_size
+        self._run, self._logits, self._page_size = run, logits, config.page_size
         self._root_position = root_position
         self._tree, self._vocab, self._kernels = config.draft.tree, vocab, kernels
         self._table_width = config.pages_for(config.max_model_len)
         device = example_1X.device
         self._static_4R = static_rows(self._tree.paths, device) if self._tree.paths else None
-        sizes = buckets(config.max_num_seqs, self._tree.num_speculative_tokens, vocab.size)
-        if self._tree.paths and vocab.size < self._tree.num_children:
-            sizes = []
-        B, D, V = max(sizes, default=0), self._tree.longest_path, vocab.size
+        made = [] if self._tree.paths and vocab.size < self._tree.num_children else shapes(config)
+        B, D = max((shape.requests for shape in made), default=0), self._tree.longest_path
         self._hidden_BX = example_1X.new_zeros(B, example_1X.shape[1])
         self._features_BH = self._hidden_BX if reads_features else self._hidden_BX[:, :0]
-        self._noise_BDV = example_1X.new_zeros(B, D, V, dtype=torch.float32)
-        self._count_BV = example_1X.new_zeros(B, V, dtype=torch.float32)
+        self._count_BV = example_1X.new_zeros(B, vocab.size, dtype=torch.float32)
         # The calibration of each level, then the parameters of each request: one copy sends both.
         self._sent = example_1X.new_zeros(_odds_bytes(D) + _TABLE_ROW_BYTES * B, dtype=torch.uint8)
         self._odds_D, self._parameters = _views(self._sent, D)
-        self._plans: dict[int, Any] = {n: plan(self._attention(n)) for n in sizes}
+        N, R = (max((s.requests * (s.nodes + extra) for s in made), default=0) for extra in (0, 1))
+        self._state = example_1X.new_zeros(STATE_ROW_BYTES * R, dtype=torch.uint8)
+        self._inputs = example_1X.new_zeros(4 * N, dtype=torch.int64)
+        self._feature = example_1X.new_zeros(N * self._features_BH.shape[1])
+        self._plans: dict[Shape, Any] = {shape: plan(self._attention(shape)) for shape in made}
+        self._wanted_nodes, self._wanted_levels = self._tree.num_speculative_tokens, D
         self._recorder = Recorder(device)
-        self._grow: dict[tuple[int, bool, bool], Callable[[], Tensor]] = {}
-        for key in ((size, *edits) for size, edits in product(sizes, _LOGITS_EDITS)):
-            grow = partial(self._grow_padded, *key)
-            self._grow[key] = self._recorder.record(grow) if is_captured else grow
+        self._grow: dict[tuple[Shape, bool, bool], tuple[Callable[[], None], Callable[[], None]]] = {}
+        for shape, edits in product(made, _LOGITS_EDITS):
+            first, further = (partial(add, shape, *edits) for add in (self._add_first, self._add_further))
+            if is_captured:
+                first, further = self._recorder.record(first), self._recorder.record(further)
+            self._grow[shape, *edits] = first, further
 
     @property
     def report(self) -> dict[str, str | int]:
@@ -143,6 +171,34 @@ class TreeGraphs:
             return hidden_MX[row_G]  # and no graph grows so many trees
         return torch.index_select(hidden_MX, 0, row_G, out=self._hidden_BX[: len(row_G)])
 
+    def _size_of(self, trees: TreeRequests) -> tuple[Shape, int] | None:
+        """Return the shape with the fewest rows, and the fewest levels, that hold these trees; None if no shape does.
+
+        Trees under `auto` may be smaller than their limits: they are as large as the last ones suggest.
+        """
+        limits, requests = trees.limits, Size.of(1, len(trees.root_token_B)).requests
+        num_nodes = int(limits.num_nodes_B.max())
+        num_levels = int(np.minimum(limits.max_depth_B, limits.num_nodes_B).max())
+        own = [shape for shape in self._plans if shape.requests == requests]
+        if own and limits.is_auto_B.any():
+            num_nodes = min(num_nodes, self._wanted_nodes, max(own).nodes)
+            num_levels = min(num_levels, self._wanted_levels)
+        shape = min((shape for shape in own if shape.nodes >= num_nodes), default=None)
+        if shape is None:
+            return None
+        paths = self._tree.paths[: shape.nodes]  # of a static tree: they end where it does
+        return shape, min(max(1, num_levels), len(paths[-1]) if paths else self._tree.longest_path)
+
+    def learn(self, kept: TreeNodes, cost_model: TreeCostModel) -> None:
+        """Learn from this step's trees, as cut, how large the next ones may be.
+
+        They may have a node and a level more than have paid, so that growth is noticed, and at most one less than now.
+        """
+        num_nodes = int(np.bincount(kept.request_N).max()) - 1
+        num_levels = cost_model.best_depth(kept.depth_N, kept.weight_N, self._rows_per_level)
+        self._wanted_nodes = max(num_nodes + 1, self._wanted_nodes - 1)
+        self._wanted_levels = max(num_levels + 1, self._wanted_levels - 1)
+
     def __call__(self, trees: TreeRequests) -> UnprunedTrees | None:
         """Grow the trees of this step, or return None if no graph fits them.
 
@@ -151,66 +207,82 @@ class TreeGraphs:
         them took time.
         """
         log_odds_D, limits, sampling = self.odds_of(trees), trees.limits, trees.sampling
-        if log_odds_D is None:
-            return None
         num_trees = len(trees.root_token_B)
-        num_requests = Size.of(1, num_trees).requests
-        has_penalties = bool(trees.logits_states)
-        key = num_requests, has_penalties or sampling.needs.truncates, has_penalties
-        if not num_trees or key not in self._grow:
+        if log_odds_D is None or not num_trees or (size := self._size_of(trees)) is None:
             return None
+        shape, num_levels = size
+        num_requests, self._rows_per_level = shape.requests, num_trees * shape.nodes
+        has_penalties = bool(trees.logits_states)
         kind_G = child_kinds(limits.rule_B, sampling.temperature_B.numpy() > 0)
         penalties_G3 = _NO_PENALTIES
         if has_penalties:
             penalties_G3 = np.repeat(_NO_PENALTIES, num_trees, axis=0)
             for g, logits_state in trees.logits_states.items():
                 penalties_G3[g] = logits_state.constraints.penalties
-        has_noise_G = kind_G == NodeKind.COUPLED.value
         position_G = self._roots.base_G + self._root_position
         # Padding requests have parameters of zero, so their stale values in other buffers have no effect.
-        num_levels = self._tree.longest_path
-        sent = torch.zeros(_odds_bytes(num_levels) + _TABLE_ROW_BYTES * num_requests, dtype=torch.uint8)
-        own_log_odds_D, table = (view.numpy() for view in _views(sent, num_levels))
-        log_odds_D.numpy().take(range(num_levels), axis=0, out=own_log_odds_D, mode="clip")
+        most_levels = self._tree.longest_path
+        sent = torch.zeros(_odds_bytes(most_levels) + _TABLE_ROW_BYTES * num_requests, dtype=torch.uint8)
+        own_log_odds_D, table = (view.numpy() for view in _views(sent, most_levels))
+        log_odds_D.numpy().take(range(most_levels), axis=0, out=own_log_odds_D, mode="clip")
+        has_noise_G = kind_G == NodeKind.COUPLED.value
         for column, values_G in enumerate(parameter_columns(trees, position_G, has_noise_G, penalties_G3)):
             table[:num_trees, column] = values_G
         self._sent[: len(sent)].copy_(sent, non_blocking=True)
-        self._fill_noise(has_noise_G.nonzero()[0], trees)
         if has_penalties:
             write_token_counts(self._count_BV[:num_requests], trees.logits_states, self._vocab.columns)
-        self._plans[num_requests].move(*self._places(num_requests))
-        (grown_B5R,) = to_host(self._grow[key]())
-        grown_G5R = grown_B5R[:num_trees]
-        b, row = np.nonzero(grown_G5R[:, 3] > 0)
-        token, parent, depth, weight, path_prob = grown_G5R[b, :, row].T
+        self._plans[shape].move(*self._places(num_requests))
+        first, further = self._grow[shape, has_penalties or sampling.needs.truncates, has_penalties]
+        first()
+        for _ in range(num_levels - 1):
+            further()
+        (grown,) = to_host(self._state[: STATE_ROW_BYTES * num_requests * (1 + shape.nodes)])
+        state_5BR, path_prob_BR, weight_BR = (part.numpy() for part in _state_views(torch.from_numpy(grown), shape))
+        b, row = np.nonzero(weight_BR[:num_trees] > 0)
+        token, parent, depth = state_5BR[:3, b, row]
         nodes = TreeNodes(
             request_N=b,
             row_N=row,
-            parent_row_N=np.where(row == 0, -1, parent).astype(np.int64),
-            depth_N=depth.astype(np.int64),
-            token_N=token.astype(np.int64),
-            weight_N=weight.astype(np.float32),
+            parent_row_N=np.where(row == 0, -1, parent),
+            depth_N=depth,
+            token_N=token,
+            weight_N=weight_BR[b, row],
             kind_N=np.where(row == 0, NodeKind.ROOT.value, kind_G[b]).astype(np.uint8),
-            path_prob_N=path_prob,
+            path_prob_N=path_prob_BR[b, row],
         )
         return UnprunedTrees(
             nodes=nodes,
             sampled=[],
             pruned_BD=np.zeros((num_trees, int(limits.max_depth_B.max())), dtype=np.int32),
             num_levels=num_levels,
-            num_run=(num_levels - 1) * num_trees * self._tree.num_speculative_tokens,
+            num_run=(num_levels - 1) * self._rows_per_level,
         )
 
-    def _grow_padded(self, num_requests: int, has_truncation: bool, has_penalties: bool) -> Tensor:
-        """Return token, parent, depth, weight and path_prob of every row, float64 [B, 5, R]. A graph captures this."""
-        from drafter.tree.triton_growth import grow_on_device  # torch kernels, which capture none, need no Triton
+    def _add_first(self, shape: Shape, has_truncation: bool, has_penalties: bool) -> None:
+        """Grow the trees' first level. A graph captures this."""
+        roots_B1X = self._hidden_BX[: shape.requests, None]
+        self._add(shape, has_truncation, has_penalties, self._tensors(shape), roots_B1X, is_first=True)
 
-        plan = self._plans[num_requests]
+    def _add_further(self, shape: Shape, has_truncation: bool, has_penalties: bool) -> None:
+        """Read all rows and grow another level. A graph captures this."""
+        trees, plan = self._tensors(shape), self._plans[shape]
+        token_BN, position_BN, ancestors_BN, _ = trees.inputs_4BN
+        plan.set_ancestors(ancestors_BN.flatten())
+        out_NX = self._run(plan, token_BN.flatten(), trees.feature_BNH.flatten(0, 1), position_BN.flatten())
+        hidden_BNX = out_NX.view(*token_BN.shape, -1)
+        self._add(shape, has_truncation, has_penalties, trees, hidden_BNX, is_first=False)
 
-        def read(token_BN: Tensor, in_BNH: Tensor, position_BN: Tensor, ancestors_BN: Tensor) -> tuple[Tensor, Tensor]:
-            plan.set_ancestors(ancestors_BN.flatten())
-            out_NH, logits_NV = self._run(plan, token_BN.flatten(), in_BNH.flatten(0, 1), position_BN.flatten())
-            return out_NH.view_as(in_BNH), logits_NV.view(*token_BN.shape, -1)
+    def _add(
+        self,
+        shape: Shape,
+        has_truncation: bool,
+        has_penalties: bool,
+        trees: TreeTensors,
+        hidden_BFX: Tensor,
+        *,
+        is_first: bool,
+    ) -> None:
+        from drafter.tree.triton_growth import add_level  # torch kernels, which capture none, need no Triton
 
         options = StaticOptions(
             tree=self._tree,
@@ -218,35 +290,26 @@ class TreeGraphs:
             kernels=self._kernels,
             has_truncation=has_truncation,
             has_penalties=has_penalties,
-            static_4R=self._static_4R,
+            static_4R=None if self._static_4R is None else self._static_4R[:, : 1 + shape.nodes],
         )
         inputs = GrowInputs(
-            features_BH=self._features_BH[:num_requests],
-            noise_BDV=self._noise_BDV[:num_requests],
-            count_BV=self._count_BV[:num_requests],
-            table=self._parameters[:num_requests],
+            features_BH=self._features_BH[: shape.requests],
+            count_BV=self._count_BV[: shape.requests],
+            table=self._parameters[: shape.requests],
             log_odds_D=self._odds_D,
         )
-        nodes = grow_on_device(inputs, options, self._root_logits(self._hidden_BX[:num_requests]), read)
-        return torch.stack([field.double() for field in nodes[:5]], dim=1)
+        add_level(trees, inputs, options, hidden_BFX, self._logits, is_first=is_first)
 
-    def _fill_noise(self, noisy: np.ndarray, trees: TreeRequests) -> None:
-        """Fill in the noise of the requests `noisy`: the children of depth-d nodes stand for index root + d."""
-        if not len(noisy):
-            return
-        D = self._tree.longest_path
-        seeds = trees.sampling.seed_B.numpy()[noisy].repeat(D).tolist()
-        indices = (trees.root_index_B[noisy, None] + np.arange(D)).ravel().tolist()
-        noise_NV = self._vocab.noise.rows(seeds, indices, self._noise_BDV.device).expand(len(seeds), -1)
-        if len(noisy) == noisy[-1] + 1:  # the first ones, which is all but always so: one copy
-            self._noise_BDV[: len(noisy)].copy_(noise_NV.view(len(noisy), D, -1))
-            return
-        for g, noise_DV in zip(noisy.tolist(), noise_NV.split(D), strict=True):
-            self._noise_BDV[g].copy_(noise_DV)
+    def _tensors(self, shape: Shape) -> TreeTensors:
+        """Return the views of the buffers that trees of this shape have."""
+        B, N = shape
+        inputs_4BN, H = self._inputs[: 4 * B * N].view(4, B, N), self._features_BH.shape[1]
+        feature_BNH = self._feature[: B * N * H].view(B, N, H)
+        return TreeTensors(*_state_views(self._state, shape), inputs_4BN, feature_BNH)
 
-    def _attention(self, num_requests: int) -> AttentionMetadata:
+    def _attention(self, shape: Shape) -> AttentionMetadata:
         """Return the attention of all rows but the roots, for trees on the null page: `_places` moves them."""
-        N = self._tree.num_speculative_tokens
+        num_requests, N = shape
         row_N = np.arange(1, 1 + N, dtype=np.int32)
         base_B = np.full(num_requests, _NO_BASE, dtype=np.int32)
         return AttentionMetadata(
@@ -283,3 +346,15 @@ def _views(sent: Tensor, num_levels: int) -> tuple[Tensor, Tensor]:
     """Return what is sent to a graph, uint8, as the calibration [D] and the table of its requests."""
     odds, table = sent.tensor_split([_odds_bytes(num_levels)])
     return odds.view(torch.float32)[:num_levels], table.view(torch.float64).view(-1, len(PARAMETERS))
+
+
+def _state_views(state: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    """Return bytes as the state [5, B, R], path probabilities [B, R] and weights [B, R] of trees of this shape."""
+    requests, rows = shape.requests, 1 + shape.nodes
+    count = 8 * requests * rows
+    fields, probs, weights, _ = state.tensor_split([5 * count, 6 * count, 13 * count // 2])
+    return (
+        fields.view(torch.int64).view(5, requests, rows),
+        probs.view(torch.float64).view(requests, rows),
+        weights.view(torch.float32).view(requests, rows),
+    )

@@ -10,14 +10,19 @@ Three launches a level, and a fourth that collects the features which the draft 
 
 With truncation or penalties, `_penalize` and `_mask_min_p` edit the logits first, a program per row and block.
 
+The table of requests counts the levels, and the third launch increments it. So the launches of all levels below the
+first are the same, and one graph of them is replayed for each. Only the rows of the last level's nodes are scored.
+
 Ranks are counted, not sorted: a candidate's rank is the number of better ones, which needs no memory between threads.
 
-Legend: B requests, N nodes of a tree, R = 1 + N rows, F rows that are scored (the root, then all rows but the root),
-K children, C = F K children of a level, D levels, V draft vocabulary, S blocks of a row, H width of a feature.
+Legend: B requests, N nodes of a tree, R = 1 + N rows, F rows that are read (the root, then all rows but the root),
+K children, C = F K children of a level, V draft vocabulary, S blocks of a row, X width of the draft model's output,
+H width of a feature.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,25 +30,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drafter.tree.device import PARAMETERS, GrowInputs, NodeTensors, ReadRows, RowInputs, StaticOptions
-from workers.kernels.triton_sampling import _log
+from drafter.tree.device import PARAMETERS, GrowInputs, StaticOptions, TreeTensors, requests_at_once
+from workers.kernels.triton_sampling import _gumbel, _log, _philox
 
 _BLOCK = 2048
 _FEATURE_BLOCK = 1024
-
-
-def grow_on_device(inputs: GrowInputs, options: StaticOptions, roots_BV: Tensor, read: ReadRows) -> NodeTensors:
-    """Grow the trees; no value is read on the host. roots_BV: the draft's logits at each root."""
-    trees = _GrowingTrees(inputs, options)
-    rows = hidden_BNH = None
-    logits_BFV = roots_BV[:, None]
-    for depth in range(options.tree.longest_path):
-        if rows is not None:
-            feature_BNH = trees.features(rows, hidden_BNH)
-            hidden_BNH, logits_BFV = read(rows.token, feature_BNH, rows.position, rows.ancestors)
-        rows = trees.add(logits_BFV, depth)
-    assert trees.nodes is not None
-    return trees.nodes
 
 
 class _Children(NamedTuple):
@@ -54,142 +45,138 @@ class _Children(NamedTuple):
     path_prob_BC: Tensor  # float64
 
 
-class _GrowingTrees:
-    """Trees that grow level by level. nodes: the trees so far; None = roots, which the kernels read from the table."""
+def add_level(
+    trees: TreeTensors,
+    inputs: GrowInputs,
+    options: StaticOptions,
+    hidden_BFX: Tensor,
+    logits: Callable[[Tensor], Tensor],
+    *,
+    is_first: bool,
+) -> None:
+    """Add the children of the nodes of the last level; no value is read on the host.
 
-    def __init__(self, inputs: GrowInputs, options: StaticOptions) -> None:
-        self._inputs, self._options = inputs, options
-        self._num_nodes = options.tree.num_speculative_tokens
-        self._num_children = min(options.tree.num_children, options.vocab.size)
-        self.nodes: NodeTensors | None = None
-        self._rows: RowInputs | None = None
-
-    def features(self, rows: RowInputs, hidden_BNH: Tensor | None) -> Tensor:
-        """Return the feature of each row's parent [B, N, H]. hidden_BNH: of the level before; None behind the roots."""
-        features_BH = self._inputs.features_BH
-        (B, H), N = features_BH.shape, self._num_nodes
-        out_BNH = features_BH.new_empty(B, N, H)
-        if H:
-            assert hidden_BNH is None or hidden_BNH.is_contiguous()
-            _gather_features[(B * N, triton.cdiv(H, _FEATURE_BLOCK))](
-                features_BH, out_BNH if hidden_BNH is None else hidden_BNH, rows.old_parent, out_BNH,
-                N, H, features_BH.stride(0), BLOCK=_FEATURE_BLOCK,
-            )  # fmt: skip
-        return out_BNH
-
-    def add(self, logits_BFV: Tensor, depth: int) -> RowInputs:
-        """Add the children of the nodes of this depth, and return the inputs of the new rows.
-
-        logits_BFV: at the roots (depth 0, F = 1), or at all other rows (F = N).
-        """
-        children = self._scored(logits_BFV, depth)
-        is_static = self._options.static_4R is not None
-        self.nodes, self._rows = (self._placed if is_static else self._best)(children, depth)
-        return self._rows
-
-    def _scored(self, logits_BFV: Tensor, depth: int) -> _Children:
-        """Return the children of the nodes of this depth."""
-        inputs, options, old = self._inputs, self._options, self.nodes
-        B, F, V = logits_BFV.shape
-        K, device = self._num_children, logits_BFV.device
-        splits = triton.cdiv(V, _BLOCK)
-        floor_F = table = inputs.table
-        if is_processed := options.has_truncation or options.has_penalties:
-            logits_BFV, floor_F = self._processed(logits_BFV, splits)
-        value_2 = torch.empty(2, B * F, splits, K, dtype=torch.float32, device=device)  # s, x
-        column = torch.empty(B * F, splits, K, dtype=torch.int64, device=device)
-        sums_3 = torch.empty(3, B * F, splits, dtype=torch.float32, device=device)
-        noise_BV = inputs.noise_BDV[:, depth]
-        width = table.shape[1]
-        assert logits_BFV.is_contiguous() and noise_BV.stride(1) == 1
-        _best_of_block[(B * F, splits)](
-            logits_BFV, noise_BV, table, floor_F, value_2, column, sums_3, V, noise_BV.stride(0), width, F, splits, K,
-            IS_PROCESSED=is_processed, BLOCK=_BLOCK,
+    hidden_BFX: the draft model's outputs at the roots (F = 1) or at all other rows (F = N), contiguous. logits: theirs.
+    """
+    (B, F, _), K = hidden_BFX.shape, min(options.tree.num_children, options.vocab.size)
+    device = hidden_BFX.device
+    children = _Children(
+        torch.empty(2, B, F * K, dtype=torch.int64, device=device),
+        torch.empty(B, F * K, dtype=torch.float32, device=device),
+        torch.empty(B, F * K, dtype=torch.float64, device=device),
+    )
+    count = requests_at_once(F, options.vocab.size)
+    for begin in range(0, B, count):
+        own = slice(begin, begin + count)
+        logits_FV = logits(hidden_BFX[own].flatten(0, 1))
+        _score(trees.rows_of(own), inputs.rows_of(own), options, logits_FV, children, begin, is_first=is_first)
+    (_keep if options.static_4R is None else _place)(trees, inputs.table, options, children, is_first=is_first)
+    if H := trees.feature_BNH.shape[2]:
+        N, features_BH = trees.num_nodes, inputs.features_BH
+        _gather_features[(B * N, triton.cdiv(H, _FEATURE_BLOCK))](
+            features_BH, features_BH if is_first else hidden_BFX, trees.inputs_4BN[3], trees.feature_BNH,
+            N, H, features_BH.stride(0), BLOCK=_FEATURE_BLOCK,
         )  # fmt: skip
-        children = _Children(
-            torch.empty(2, B, F * K, dtype=torch.int64, device=device),
-            torch.empty(B, F * K, dtype=torch.float32, device=device),
-            torch.empty(B, F * K, dtype=torch.float64, device=device),
-        )
-        parents = (column, *children[1:]) if old is None else (old.depth, old.weight, old.path_prob)
-        ids = options.vocab.target_ids
-        _score_children[(B * F,)](
-            value_2, column, sums_3, table, inputs.log_odds_D[depth], column if ids is None else ids,
-            *parents, *children, width, F, splits, K, 1 + self._num_nodes, B * F * K, depth,
-            IS_FIRST=old is None, HAS_IDS=ids is not None,
-            FOUND=triton.next_power_of_2(splits * K), SPLITS=triton.next_power_of_2(splits),
-        )  # fmt: skip
-        return children
 
-    def _best(self, children: _Children, depth: int) -> tuple[NodeTensors, RowInputs]:
-        """Return the best of tree and children."""
-        old, table, device = self.nodes, self._inputs.table, children.weight_BC.device
-        (B, C), N, K = children.weight_BC.shape, self._num_nodes, self._num_children
-        R = 1 + N
-        state_5 = torch.empty(5, B, R, dtype=torch.int64, device=device)  # token, parent, depth, column, ancestors
-        weight_BR = torch.empty(B, R, dtype=torch.float32, device=device)
-        path_prob_BR = torch.empty(B, R, dtype=torch.float64, device=device)
-        rows_4 = torch.empty(4, B, N, dtype=torch.int64, device=device)  # see `RowInputs`
-        new_row_BR = torch.empty(B, R, dtype=torch.int64, device=device)
-        tree = (state_5, *children[1:]) if old is None else (old.token, old.weight, old.path_prob)
-        _keep_best[(B,)](
-            *tree, *children, table, state_5, weight_BR, path_prob_BR, rows_4, new_row_BR,
-            table.shape[1], B, N, C, K, depth,
-            IS_FIRST=old is None, ROWS=triton.next_power_of_2(R), CANDIDATES=triton.next_power_of_2(R + C), CHUNK=16,
-        )  # fmt: skip
-        token, parent, depth_BR, column, _ = state_5.unbind(0)
-        nodes = NodeTensors(token, parent, depth_BR, weight_BR, path_prob_BR, column)
-        return nodes, RowInputs(*rows_4.unbind(0))
 
-    def _placed(self, children: _Children, depth: int) -> tuple[NodeTensors, RowInputs]:
-        """Return a static tree with the children in their rows.
+def _score(
+    trees: TreeTensors,
+    inputs: GrowInputs,
+    options: StaticOptions,
+    logits_FV: Tensor,
+    children: _Children,
+    begin: int,
+    *,
+    is_first: bool,
+) -> None:
+    """Fill in the children of some requests, of which `begin` is the first. logits_FV: of all their rows."""
+    table, device = inputs.table, logits_FV.device
+    B, (rows, V) = len(table), logits_FV.shape
+    F, K = rows // B, min(options.tree.num_children, options.vocab.size)
+    splits, width = triton.cdiv(V, _BLOCK), table.shape[1]
+    floor_F, ids = table, options.vocab.target_ids
+    depth_BR = trees.state_5BR[2]
+    assert logits_FV.is_contiguous() and depth_BR.is_contiguous()
+    if is_processed := options.has_truncation or options.has_penalties:
+        logits_FV, floor_F = _processed(trees, inputs, options, logits_FV, splits, is_first=is_first)
+    value_2 = torch.empty(2, rows, splits, K, dtype=torch.float32, device=device)  # s, x
+    column = torch.empty(rows, splits, K, dtype=torch.int64, device=device)
+    sums_3 = torch.empty(3, rows, splits, dtype=torch.float32, device=device)
+    ids = column if ids is None else ids
+    _best_of_block[(rows, splits)](
+        logits_FV, table, floor_F, ids, depth_BR, value_2, column, sums_3,
+        V, width, F, splits, K, 1 + trees.num_nodes,
+        IS_PROCESSED=is_processed, IS_FIRST=is_first, HAS_IDS=ids is not column, BLOCK=_BLOCK,
+    )  # fmt: skip
+    own = slice(begin, begin + B)
+    _score_children[(rows,)](
+        value_2, column, sums_3, table, inputs.log_odds_D, ids, depth_BR, trees.weight_BR, trees.path_prob_BR,
+        children.fields_2BC[:, own], children.weight_BC[own], children.path_prob_BC[own],
+        width, F, splits, K, 1 + trees.num_nodes, children.weight_BC.numel(),
+        IS_FIRST=is_first, HAS_IDS=ids is not column,
+        FOUND=triton.next_power_of_2(splits * K), SPLITS=triton.next_power_of_2(splits),
+    )  # fmt: skip
 
-        The first level writes all rows: the root, and those of later levels as they are without a node. The others
-        write the new rows alone, into the same tensors.
-        """
-        table, device = self._inputs.table, children.weight_BC.device
-        (B, C), N = children.weight_BC.shape, self._num_nodes
-        if self.nodes is None:
-            self._state_4 = torch.empty(4, B, 1 + N, dtype=torch.int64, device=device)  # token, parent, depth, column
-            self._rows_4 = torch.empty(4, B, N, dtype=torch.int64, device=device)
-            weight_BR = torch.empty(B, 1 + N, dtype=torch.float32, device=device)
-            path_prob_BR = torch.empty(B, 1 + N, dtype=torch.float64, device=device)
-        else:
-            weight_BR, path_prob_BR = self.nodes.weight, self.nodes.path_prob
-        _place_static[(B,)](
-            *children, table, self._options.static_4R, self._state_4, weight_BR, path_prob_BR, self._rows_4,
-            table.shape[1], B, N, C, depth,
-            IS_FIRST=depth == 0, ROWS=triton.next_power_of_2(1 + N),
-        )  # fmt: skip
-        token, parent, depth_BR, column = self._state_4.unbind(0)
-        nodes = NodeTensors(token, parent, depth_BR, weight_BR, path_prob_BR, column)
-        return nodes, RowInputs(*self._rows_4.unbind(0))
 
-    def _processed(self, logits_BFV: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-        """Return the logits after penalties, temperature and min-p, and the threshold of top-k and top-p [B F]."""
-        inputs, options, device = self._inputs, self._options, logits_BFV.device
-        B, F, V = logits_BFV.shape
-        table, count_BV, rows = inputs.table, inputs.count_BV, self._rows
-        assert logits_BFV.is_contiguous() and count_BV.stride(1) == 1
-        x_FV = torch.empty(B * F, V, dtype=torch.float32, device=device)
-        maxima = torch.empty(B * F, splits, dtype=torch.float32, device=device)
-        top_k_F = torch.empty(B * F, dtype=torch.int32, device=device)
-        top_p_F = torch.empty(B * F, dtype=torch.float32, device=device)
-        _penalize[(B * F, splits)](
-            logits_BFV, count_BV, table if rows is None else rows.ancestors,
-            table if self.nodes is None else self.nodes.column, table, x_FV, maxima, top_k_F, top_p_F,
-            V, count_BV.stride(0), table.shape[1], F, self._num_nodes, splits,
-            HAS_PENALTIES=options.has_penalties, IS_FIRST=rows is None, BLOCK=_BLOCK,
-        )  # fmt: skip
-        _mask_min_p[(B * F, splits)](
-            x_FV, maxima, table, V, table.shape[1], F, splits, BLOCK=_BLOCK, SPLITS=triton.next_power_of_2(splits)
-        )
-        return x_FV.view(B, F, V), options.kernels.truncation_threshold(x_FV, top_k_F, top_p_F)
+def _keep(trees: TreeTensors, table: Tensor, options: StaticOptions, children: _Children, *, is_first: bool) -> None:
+    """Keep the best of tree and children."""
+    (B, C), N, R = children.weight_BC.shape, trees.num_nodes, 1 + trees.num_nodes
+    K = min(options.tree.num_children, options.vocab.size)
+    new_row_BR = torch.empty(B, R, dtype=torch.int64, device=table.device)
+    _keep_best[(B,)](
+        *children, table, trees.state_5BR, trees.weight_BR, trees.path_prob_BR, trees.inputs_4BN, new_row_BR,
+        table.shape[1], B, N, C, K,
+        IS_FIRST=is_first, ROWS=triton.next_power_of_2(R), CANDIDATES=triton.next_power_of_2(R + C), CHUNK=16,
+    )  # fmt: skip
+
+
+def _place(trees: TreeTensors, table: Tensor, options: StaticOptions, children: _Children, *, is_first: bool) -> None:
+    """Put the children into their rows of a static tree.
+
+    The first level writes all rows: the root, and those of later levels as they are without a node. The others write
+    the new rows alone.
+    """
+    (B, C), N = children.weight_BC.shape, trees.num_nodes
+    assert options.static_4R is not None
+    _place_static[(B,)](
+        *children, table, options.static_4R, trees.state_5BR, trees.weight_BR, trees.path_prob_BR, trees.inputs_4BN,
+        table.shape[1], B, N, C, options.static_4R.stride(0),
+        IS_FIRST=is_first, ROWS=triton.next_power_of_2(1 + N),
+    )  # fmt: skip
+
+
+def _processed(
+    trees: TreeTensors,
+    inputs: GrowInputs,
+    options: StaticOptions,
+    logits_FV: Tensor,
+    splits: int,
+    *,
+    is_first: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the logits after penalties, temperature and min-p, and the threshold of top-k and top-p [F]."""
+    table, count_BV, device, N = inputs.table, inputs.count_BV, logits_FV.device, trees.num_nodes
+    rows, V = logits_FV.shape
+    F = rows // len(table)
+    assert count_BV.stride(1) == 1
+    x_FV = torch.empty(rows, V, dtype=torch.float32, device=device)
+    maxima = torch.empty(rows, splits, dtype=torch.float32, device=device)
+    top_k_F = torch.empty(rows, dtype=torch.int32, device=device)
+    top_p_F = torch.empty(rows, dtype=torch.float32, device=device)
+    _penalize[(rows, splits)](
+        logits_FV, count_BV, trees.inputs_4BN[2], trees.state_5BR[3], table, x_FV, maxima, top_k_F, top_p_F,
+        V, count_BV.stride(0), table.shape[1], F, N, splits,
+        HAS_PENALTIES=options.has_penalties, IS_FIRST=is_first, BLOCK=_BLOCK,
+    )  # fmt: skip
+    _mask_min_p[(rows, splits)](
+        x_FV, maxima, table, V, table.shape[1], F, splits, BLOCK=_BLOCK, SPLITS=triton.next_power_of_2(splits)
+    )
+    return x_FV, options.kernels.truncation_threshold(x_FV, top_k_F, top_p_F)
 
 
 (
     _TOKEN, _BASE, _HAS_NOISE, _NUM_NODES, _MAX_DEPTH, _MIN_PROB, _PATH_PROB, _TEMPERATURE,
-    _TOP_K, _TOP_P, _MIN_P, _TAU, _REPETITION, _FREQUENCY, _PRESENCE, _IS_AUTO,
+    _TOP_K, _TOP_P, _MIN_P, _TAU, _REPETITION, _FREQUENCY, _PRESENCE, _IS_AUTO, _SEED, _INDEX, _LEVEL,
 ) = map(tl.constexpr, range(len(PARAMETERS)))  # the columns of their table  # fmt: skip
 
 
@@ -259,16 +246,39 @@ def _tau(table_ptr):
     return tl.where(tau > 0.0, tau, 1.0).to(tl.float32)  # padding must not produce NaN
 
 
-@triton.jit(do_not_specialize=["num_columns", "num_scored", "num_splits", "k"])
+@triton.jit
+def _num_levels(table_ptr, IS_FIRST: tl.constexpr):
+    """Return the levels of a request's tree so far: the depth of the nodes whose children are added."""
+    level = tl.full([], 0, tl.int64)
+    if not IS_FIRST:
+        level = tl.load(table_ptr + _LEVEL).to(tl.int64)
+    return level
+
+
+@triton.jit
+def _noise(table_ptr, level, token):
+    """Return the target's Gumbel noise for these target ids, as children of nodes at this depth."""
+    seed = tl.load(table_ptr + _SEED).to(tl.int64, bitcast=True)
+    index = tl.load(table_ptr + _INDEX).to(tl.int64) + level
+    r0, r1, r2, r3 = _philox(seed, index, token // 4)
+    low, high = tl.where(token % 2 == 0, r0, r1), tl.where(token % 2 == 0, r2, r3)
+    return _gumbel(tl.where(token % 4 < 2, low, high))
+
+
+@triton.jit(do_not_specialize=["num_columns", "num_scored", "num_splits", "k", "num_rows"])
 def _best_of_block(
-    logits_ptr, noise_ptr, table_ptr, floor_ptr, values_ptr, columns_ptr, sums_ptr,
-    num_columns, noise_stride, table_width, num_scored, num_splits, k,
-    IS_PROCESSED: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, table_ptr, floor_ptr, ids_ptr, depth_ptr, values_ptr, columns_ptr, sums_ptr,
+    num_columns, table_width, num_scored, num_splits, k, num_rows,
+    IS_PROCESSED: tl.constexpr, IS_FIRST: tl.constexpr, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x = logits / temperature, s = x + G: store the k largest s with their x, and max and sum of both."""
     row, split = tl.program_id(0), tl.program_id(1)
     request = row // num_scored
     table_ptr += request * table_width
+    level = _num_levels(table_ptr, IS_FIRST)
+    if not IS_FIRST:
+        if tl.load(depth_ptr + request * num_rows + 1 + row % num_scored) != level:
+            return
     column = split * BLOCK + tl.arange(0, BLOCK)
     is_column = column < num_columns
     x = tl.load(logits_ptr + row.to(tl.int64) * num_columns + column, mask=is_column, other=float("-inf"))
@@ -279,8 +289,11 @@ def _best_of_block(
         temperature = tl.load(table_ptr + _TEMPERATURE).to(tl.float32)
         x = tl.div_rn(x, tl.where(temperature > 0.0, temperature, 1.0))
     s = x
-    if tl.load(table_ptr + _HAS_NOISE) > 0.0:  # else the buffer holds another step's noise
-        s = x + tl.load(noise_ptr + request.to(tl.int64) * noise_stride + column, mask=is_column, other=0.0)
+    if tl.load(table_ptr + _HAS_NOISE) > 0.0:
+        token = column.to(tl.int64)
+        if HAS_IDS:
+            token = tl.load(ids_ptr + column, mask=is_column, other=0)
+        s = x + _noise(table_ptr, level, token)
     tau = _tau(table_ptr)
     x_max, s_max = tl.max(x, 0), tl.max(s, 0)
     x_anchor = tl.where(x_max == float("-inf"), 0.0, x_max)
@@ -312,17 +325,24 @@ def _lse(parts_ptr, num_splits, SPLITS: tl.constexpr):
     return anchor + _log(tl.sum(tl.exp(lses - anchor), 0))
 
 
-@triton.jit(do_not_specialize=["num_scored", "num_splits", "k", "num_rows", "num_children", "depth"])
+@triton.jit(do_not_specialize=["num_scored", "num_splits", "k", "num_rows", "num_children"])
 def _score_children(
     values_ptr, columns_ptr, sums_ptr, table_ptr, log_odds_ptr, ids_ptr, depth_ptr, weight_ptr, path_prob_ptr,
     children_ptr, child_weight_ptr, child_path_prob_ptr,
-    table_width, num_scored, num_splits, k, num_rows, num_children, depth,
+    table_width, num_scored, num_splits, k, num_rows, num_children,
     IS_FIRST: tl.constexpr, HAS_IDS: tl.constexpr, FOUND: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Merge a row's blocks; a child's weight is 0 unless its parent is open (`drafter.tree.thresholds`)."""
     row = tl.program_id(0)
     request = row // num_scored
     table_ptr += request * table_width
+    level = _num_levels(table_ptr, IS_FIRST)
+    out = row.to(tl.int64) * k
+    if not IS_FIRST:
+        if tl.load(depth_ptr + request * num_rows + 1 + row % num_scored) != level:
+            for i in range(k):
+                tl.store(child_weight_ptr + out + i, 0.0)
+            return
     tau = _tau(table_ptr)
     num_parts = tl.num_programs(0) * num_splits
     split = tl.arange(0, SPLITS)
@@ -330,15 +350,14 @@ def _score_children(
     x_lse = _lse(sums_ptr + num_parts + row * num_splits, num_splits, SPLITS)
     s_lse = _lse(sums_ptr + 2 * num_parts + row * num_splits, num_splits, SPLITS)
     top_prob = tl.exp(tl.max(maxima, 0) - x_lse)
-    log_odds = tl.load(log_odds_ptr)
+    log_odds = tl.load(log_odds_ptr + level)
     parent_weight = tl.full([], 1.0, tl.float32)
     parent_prob = tl.full([], 1.0, tl.float64)
-    is_open = depth < tl.load(table_ptr + _MAX_DEPTH)
+    is_open = level < tl.load(table_ptr + _MAX_DEPTH)
     if not IS_FIRST:
         parent = request * num_rows + 1 + row % num_scored
         parent_weight = tl.load(weight_ptr + parent)
         parent_prob = tl.load(path_prob_ptr + parent)
-        is_open = is_open & (tl.load(depth_ptr + parent) == depth)
     passes = parent_prob >= tl.load(table_ptr + _PATH_PROB)
     passes = passes & (top_prob.to(tl.float64) >= tl.load(table_ptr + _MIN_PROB))
     is_open = is_open & (passes | (tl.load(table_ptr + _IS_AUTO) == 0.0))
@@ -349,7 +368,6 @@ def _score_children(
     xs = tl.load(values_ptr + num_parts.to(tl.int64) * k + mine, mask=is_found, other=float("-inf"))
     columns = tl.load(columns_ptr + mine, mask=is_found, other=0x7FFFFFFF)
     is_left = columns != 0x7FFFFFFF
-    out = row.to(tl.int64) * k
     for i in range(k):
         value = tl.max(tl.where(is_left, values, float("-inf")), 0)
         chosen = tl.min(tl.where(is_left & (values == value), columns, 0x7FFFFFFF), 0)
@@ -372,20 +390,22 @@ def _score_children(
         tl.store(child_path_prob_ptr + out + i, tl.where(passes, path_prob, -tl.abs(path_prob)))
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_nodes", "num_children", "k", "depth"])
+@triton.jit(do_not_specialize=["num_requests", "num_nodes", "num_children", "k"])
 def _keep_best(
-    old_ptr, old_weight_ptr, old_path_prob_ptr, children_ptr, child_weight_ptr, child_path_prob_ptr, table_ptr,
-    new_ptr, weight_ptr, path_prob_ptr, rows_ptr, new_row_ptr,
-    table_width, num_requests, num_nodes, num_children, k, depth,
+    children_ptr, child_weight_ptr, child_path_prob_ptr, table_ptr,
+    state_ptr, weight_ptr, path_prob_ptr, rows_ptr, new_row_ptr,
+    table_width, num_requests, num_nodes, num_children, k,
     IS_FIRST: tl.constexpr, ROWS: tl.constexpr, CANDIDATES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Keep a request's root and its best candidates in their order; ties go to the earlier one.
 
-    Candidates are the rows of the tree, then the children of its rows in their order.
+    Candidates are the rows of the tree, then the children of its rows in their order. The new tree replaces the old
+    one: every load of the old precedes the barrier, every store of the new follows it.
     """
     request = tl.program_id(0)
     num_rows = 1 + num_nodes
     table_ptr += request * table_width
+    depth = _num_levels(table_ptr, IS_FIRST)
     old = request * num_rows
     field = num_requests * num_rows  # from one field of the rows to the next
     own_children = request * num_children
@@ -409,15 +429,15 @@ def _keep_best(
         old_ancestors = old_parent + 1
     else:
         row = old + candidate
-        old_weight = tl.load(old_weight_ptr + row, mask=is_row, other=0.0)
-        old_prob = tl.load(old_path_prob_ptr + row, mask=is_row, other=0.0)
-        old_token = tl.load(old_ptr + row, mask=is_row, other=0)
-        old_parent = tl.load(old_ptr + field + row, mask=is_row, other=0)
-        old_depth = tl.load(old_ptr + 2 * field + row, mask=is_row, other=0)
-        old_column = tl.load(old_ptr + 3 * field + row, mask=is_row, other=0)
+        old_weight = tl.load(weight_ptr + row, mask=is_row, other=0.0)
+        old_prob = tl.load(path_prob_ptr + row, mask=is_row, other=0.0)
+        old_token = tl.load(state_ptr + row, mask=is_row, other=0)
+        old_parent = tl.load(state_ptr + field + row, mask=is_row, other=0)
+        old_depth = tl.load(state_ptr + 2 * field + row, mask=is_row, other=0)
+        old_column = tl.load(state_ptr + 3 * field + row, mask=is_row, other=0)
         parent = tl.where(is_row, old_parent, 1 + (candidate - num_rows) // k)
         known = tl.where(is_row, candidate, parent)  # a child's path is its parent's and itself
-        old_ancestors = tl.load(old_ptr + 4 * field + old + known, mask=is_row | is_child, other=0)
+        old_ancestors = tl.load(state_ptr + 4 * field + old + known, mask=is_row | is_child, other=0)
     weight = tl.where(is_row, old_weight, child_weight)
 
     rank = tl.zeros([CANDIDATES], tl.int32)
@@ -431,7 +451,7 @@ def _keep_best(
         if IS_FIRST:
             other_weight = tl.where(other == 0, 1.0, other_weight)
         else:
-            own_weight = tl.load(old_weight_ptr + old + other, mask=other < num_rows, other=0.0)
+            own_weight = tl.load(weight_ptr + old + other, mask=other < num_rows, other=0.0)
             other_weight = tl.where(other < num_rows, own_weight, other_weight)
         is_better = (other_weight[None, :] > weight[:, None]) | (
             (other_weight[None, :] == weight[:, None]) & (other[None, :] < candidate[:, None])
@@ -451,7 +471,7 @@ def _keep_best(
 
     token = tl.where(is_row, old_token, child_token)
     new_depth = tl.where(is_row, old_depth, depth + 1)
-    out = new_ptr + old + new_row
+    out = state_ptr + old + new_row
     tl.store(out, token, mask=is_kept)
     tl.store(out + field, new_parent, mask=is_kept)
     tl.store(out + 2 * field, new_depth, mask=is_kept)
@@ -473,7 +493,7 @@ def _keep_best(
     is_empty = (row_R >= num_kept) & (row_R < num_rows)
     nothing = tl.zeros([ROWS], tl.int64)
     own_bit = 1 | (tl.full([ROWS], 1, tl.int64) << tl.where(is_empty, row_R, 0).to(tl.int64))
-    out = new_ptr + old + row_R
+    out = state_ptr + old + row_R
     tl.store(out, nothing, mask=is_empty)
     tl.store(out + field, nothing, mask=is_empty)
     tl.store(out + 2 * field, nothing, mask=is_empty)
@@ -487,24 +507,26 @@ def _keep_best(
     tl.store(out + field_N, nothing + base, mask=is_input)
     tl.store(out + 2 * field_N, own_bit, mask=is_input)
     tl.store(out + 3 * field_N, nothing, mask=is_input)
+    tl.store(table_ptr + _LEVEL, (depth + 1).to(tl.float64))
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_nodes", "num_children", "depth"])
+@triton.jit(do_not_specialize=["num_requests", "num_nodes", "num_children", "shape_stride"])
 def _place_static(
     children_ptr, child_weight_ptr, child_path_prob_ptr, table_ptr, shape_ptr,
     state_ptr, weight_ptr, path_prob_ptr, rows_ptr,
-    table_width, num_requests, num_nodes, num_children, depth,
+    table_width, num_requests, num_nodes, num_children, shape_stride,
     IS_FIRST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
     num_rows = 1 + num_nodes
     table_ptr += request * table_width
+    depth = _num_levels(table_ptr, IS_FIRST)
     row = tl.arange(0, ROWS)
     is_row = row < num_rows
     parent = tl.load(shape_ptr + row, mask=is_row, other=0)
-    row_depth = tl.load(shape_ptr + num_rows + row, mask=is_row, other=0)
+    row_depth = tl.load(shape_ptr + shape_stride + row, mask=is_row, other=0)
     is_new = row_depth == depth + 1
-    child = request * num_children + tl.load(shape_ptr + 3 * num_rows + row, mask=is_new, other=0)
+    child = request * num_children + tl.load(shape_ptr + 3 * shape_stride + row, mask=is_new, other=0)
     is_allowed = is_new & (row <= tl.load(table_ptr + _NUM_NODES))
     token = tl.load(children_ptr + child, mask=is_new, other=0)
     weight = tl.load(child_weight_ptr + child, mask=is_allowed, other=0.0)
@@ -534,9 +556,11 @@ def _place_static(
         tl.store(state_ptr + field + at, parent, mask=is_row)
         tl.store(state_ptr + 2 * field + at, row_depth, mask=is_row)
         base = tl.load(table_ptr + _BASE).to(tl.int64)
-        ancestors = tl.load(shape_ptr + 2 * num_rows + row, mask=is_row, other=0)
+        ancestors = tl.load(shape_ptr + 2 * shape_stride + row, mask=is_row, other=0)
         tl.store(out + field_N, base + row_depth, mask=is_input)
         tl.store(out + 2 * field_N, ancestors, mask=is_input)
+    tl.debug_barrier()  # other threads have read the level
+    tl.store(table_ptr + _LEVEL, (depth + 1).to(tl.float64))
 
 
 @triton.jit(do_not_specialize=["num_nodes"])

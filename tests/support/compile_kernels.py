@@ -287,12 +287,14 @@ def growth() -> Iterator[Case]:
         constants=dict(BLOCK=2048, SPLITS=16),
         types=dict(x_ptr=FLOAT, maxima_ptr=FLOAT, table_ptr=double),
     )
-    block = dict(logits_ptr=FLOAT, noise_ptr=FLOAT, table_ptr=double, values_ptr=FLOAT, columns_ptr=INT64)
+    block = dict(
+        logits_ptr=FLOAT, ids_ptr=INT64, depth_ptr=INT64, table_ptr=double, values_ptr=FLOAT, columns_ptr=INT64
+    )
     block |= dict(floor_ptr=FLOAT)
     yield Case(
         name="tree: best of block",
         kernel=triton_growth._best_of_block,
-        constants=dict(IS_PROCESSED=False, BLOCK=2048),
+        constants=dict(IS_PROCESSED=False, IS_FIRST=False, HAS_IDS=True, BLOCK=2048),
         types=block | dict(sums_ptr=FLOAT),
     )
     scores = dict(
@@ -305,8 +307,8 @@ def growth() -> Iterator[Case]:
         constants=dict(IS_FIRST=False, HAS_IDS=True, FOUND=128, SPLITS=16),
         types=scores | dict(child_weight_ptr=FLOAT, child_path_prob_ptr=double),
     )
-    best = dict(old_ptr=INT64, old_weight_ptr=FLOAT, old_path_prob_ptr=double, children_ptr=INT64, table_ptr=double)
-    best |= dict(child_weight_ptr=FLOAT, child_path_prob_ptr=double, new_ptr=INT64, weight_ptr=FLOAT)
+    best = dict(children_ptr=INT64, table_ptr=double)
+    best |= dict(child_weight_ptr=FLOAT, child_path_prob_ptr=double, state_ptr=INT64, weight_ptr=FLOAT)
     best |= dict(path_prob_ptr=double, rows_ptr=INT64, new_row_ptr=INT64)
     for is_first, candidates in ((False, 256), (True, 32)):
         yield Case(

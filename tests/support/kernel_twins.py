@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drafter.tree import triton_growth
 from drafter.tree.cost_model import calibrate
-from drafter.tree.device import PARAMETERS, NodeTensors
+from drafter.tree.device import PARAMETERS
 from drafter.tree.thresholds import below_failed, passes_min, passes_path
 from workers.kernels.block_scaled import BlockScaled
 from workers.sampling.logits_processors import penalize
@@ -36,6 +36,17 @@ class _Top(NamedTuple):
     prob_FK: Tensor
     top_prob_F: Tensor
     column_FK: Tensor
+
+
+class _Nodes(NamedTuple):
+    """Nodes [B, ...], as `TreeTensors` has them."""
+
+    token: Tensor
+    parent: Tensor
+    depth: Tensor
+    weight: Tensor
+    path_prob: Tensor
+    column: Tensor
 
 
 def _attend(
@@ -159,7 +170,7 @@ def _penalize(
     *, HAS_PENALTIES: bool, IS_FIRST: bool, **_: Any,
 ) -> None:  # fmt: skip
     assert num_splits == 1, "rows of one block"
-    own, x = _row(*table.repeat_interleave(num_scored, dim=0).unbind(1)), logits.flatten(0, 1).float()
+    own, x = _row(*table.repeat_interleave(num_scored, dim=0).unbind(1)), logits.float()
     if HAS_PENALTIES:
         on_path = torch.zeros_like(x)
         if not IS_FIRST:
@@ -183,19 +194,27 @@ def _mask_min_p(
 
 
 def _best_of_block(
-    logits: Tensor, noise: Tensor, table: Tensor, floor: Tensor, values: Tensor, columns: Tensor, sums: Tensor,
-    num_columns: int, noise_stride: int, table_width: int, num_scored: int, num_splits: int, k: int,
-    *, IS_PROCESSED: bool, **_: Any,
+    logits: Tensor, table: Tensor, floor: Tensor, ids: Tensor, depth: Tensor,
+    values: Tensor, columns: Tensor, sums: Tensor,
+    num_columns: int, table_width: int, num_scored: int, num_splits: int, k: int, num_rows: int,
+    *, IS_PROCESSED: bool, IS_FIRST: bool, HAS_IDS: bool, **_: Any,
 ) -> None:  # fmt: skip
+    """Score rows that hold no node of the last level like all others: nothing reads what is stored for them."""
     assert num_splits == 1, "rows of one block"
     own = _row(*table.repeat_interleave(num_scored, dim=0).unbind(1))
-    x = logits.flatten(0, 1).float()
+    x = logits.float()
     if IS_PROCESSED:
         x = x.masked_fill(x < floor[:, None], -torch.inf)
     else:
         x = x / torch.where(own.temperature > 0, own.temperature, 1.0).float()[:, None]
     tau = torch.where(own.tau > 0, own.tau, 1.0).float()[:, None]
-    s = x + torch.where(own.has_noise[:, None] > 0, noise.repeat_interleave(num_scored, dim=0), 0.0)
+    s = x
+    if (own.has_noise > 0).any():
+        token = ids if HAS_IDS else torch.arange(num_columns)
+        level = _level(table, is_first=IS_FIRST)
+        seed, index = own.seed[::num_scored].view(torch.int64), own.index[::num_scored].long() + level
+        noise = gumbel(seed, index, 0, 1 + int(token.max()))[:, token].repeat_interleave(num_scored, dim=0)
+        s = x + torch.where(own.has_noise[:, None] > 0, noise, 0.0)
     best = s.sort(dim=1, descending=True, stable=True)
     values[0, :, 0].copy_(best.values[:, :k])
     values[1, :, 0].copy_(x.gather(1, best.indices[:, :k]))
@@ -204,13 +223,17 @@ def _best_of_block(
         total[:, 0].copy_(value)
 
 
-def _children(nodes: NodeTensors, depth: int, top: _Top, parameters: Any, log_odds: Tensor) -> NodeTensors:
+def _level(table: Tensor, *, is_first: bool) -> int:
+    return 0 if is_first else int(table[0, PARAMETERS.index("level")])
+
+
+def _children(nodes: _Nodes, depth: int, top: _Top, parameters: Any, log_odds: Tensor) -> _Nodes:
     """Return the candidates [B, F K] below the rows of this depth, in the order of their parents, best first.
 
     top: the children of the root (depth 0), or of all other rows.
     """
     first, num_scored = min(depth, 1), top.top_prob_F.shape[1]
-    parents = NodeTensors(*(field[:, first : first + num_scored] for field in nodes))
+    parents = _Nodes(*(field[:, first : first + num_scored] for field in nodes))
     passes_BF = passes_path(parents.path_prob, parameters.path_prob[:, None])
     passes_BF &= passes_min(top.top_prob_F, parameters.min_prob[:, None])
     is_open_BF = (parents.depth == depth) & (depth < parameters.max_depth[:, None])
@@ -219,7 +242,7 @@ def _children(nodes: NodeTensors, depth: int, top: _Top, parameters: Any, log_od
     weight_BFK = parents.weight[:, :, None] * calibrate(top.weight_FK, log_odds)
     is_child_BFK = is_open_BF[:, :, None] & (weight_BFK > 0)  # NaN is no child
     row_F1 = torch.arange(first, first + num_scored, device=weight_BFK.device)[:, None]
-    return NodeTensors(
+    return _Nodes(
         token=top.token_FK.flatten(1),
         parent=row_F1.expand_as(weight_BFK).flatten(1),
         depth=torch.full_like(weight_BFK, depth + 1, dtype=torch.int64).flatten(1),
@@ -229,19 +252,19 @@ def _children(nodes: NodeTensors, depth: int, top: _Top, parameters: Any, log_od
     )
 
 
-def _best(nodes: NodeTensors, children: NodeTensors, num_nodes_B: Tensor) -> tuple[NodeTensors, Tensor]:
+def _best(nodes: _Nodes, children: _Nodes, num_nodes_B: Tensor) -> tuple[_Nodes, Tensor]:
     """Keep each request's root and its num_nodes best candidates in their order; ties go to the earlier one.
 
     Also returns [B, R] the row in `nodes` of each kept one's parent.
     """
-    candidates = NodeTensors(*(torch.cat(pair, dim=1) for pair in zip(nodes, children, strict=True)))
+    candidates = _Nodes(*(torch.cat(pair, dim=1) for pair in zip(nodes, children, strict=True)))
     (_, R), (_, C) = nodes.weight.shape, candidates.weight.shape
     ranked = candidates.weight.sort(dim=1, descending=True, stable=True)
     rank_R = torch.arange(R, device=candidates.weight.device)
     is_kept_BR = (ranked.values[:, :R] > 0) & (rank_R <= num_nodes_B[:, None])
     kept_BR = torch.where(is_kept_BR, ranked.indices[:, :R], C).sort(dim=1).values  # C = empty
     at_BR = kept_BR.clamp(max=C - 1)
-    chosen = NodeTensors(*(field.gather(1, at_BR) for field in candidates))
+    chosen = _Nodes(*(field.gather(1, at_BR) for field in candidates))
     new_row_BC = torch.zeros_like(candidates.parent).scatter(1, at_BR, rank_R.expand_as(at_BR))
     parent_BR, weight_BR = new_row_BC.gather(1, chosen.parent), chosen.weight * (kept_BR < C)
     return chosen._replace(parent=parent_BR, weight=weight_BR), chosen.parent
@@ -263,10 +286,11 @@ def _ancestors(parent_BR: Tensor, depth: int) -> Tensor:
 def _score_children(
     values: Tensor, columns: Tensor, sums: Tensor, table: Tensor, fit: Tensor, ids: Tensor,
     old_depth: Tensor, old_weight: Tensor, old_path_prob: Tensor, children: Tensor, weight: Tensor, path_prob: Tensor,
-    table_width: int, num_scored: int, num_splits: int, k: int, num_rows: int, num_children: int, depth: int,
+    table_width: int, num_scored: int, num_splits: int, k: int, num_rows: int, num_children: int,
     *, IS_FIRST: bool, HAS_IDS: bool, **_: Any,
 ) -> None:  # fmt: skip
     """Score children from the sums of the one block."""
+    depth = _level(table, is_first=IS_FIRST)
     parameters, column = _row(*table.unbind(1)), columns[:, 0]
     tau = torch.where(parameters.tau > 0, parameters.tau, 1.0).float().repeat_interleave(num_scored)[:, None]
     top = _Top(
@@ -279,53 +303,55 @@ def _score_children(
     top = _Top(*(each.unflatten(0, (len(table), num_scored)) for each in top))
     if IS_FIRST:
         one = torch.ones(len(table), 1)
-        nodes = NodeTensors(*[0 * one.long()] * 3, one, one.double(), 0 * one.long())
+        nodes = _Nodes(*[0 * one.long()] * 3, one, one.double(), 0 * one.long())
     else:
-        nodes = NodeTensors(*[old_depth] * 3, old_weight, old_path_prob, old_depth)
-    found = _children(nodes, depth, top, parameters, fit)
+        nodes = _Nodes(*[old_depth] * 3, old_weight, old_path_prob, old_depth)
+    found = _children(nodes, depth, top, parameters, fit[depth])
     for place, value in zip((*children, weight, path_prob), (found.token, found.column, *found[3:5]), strict=True):
         place.copy_(value)
 
 
 def _keep_best(
-    old: Tensor, old_weight: Tensor, old_path_prob: Tensor, children: Tensor, child_weight: Tensor,
-    child_path_prob: Tensor, table: Tensor, new: Tensor, weight: Tensor, path_prob: Tensor, rows: Tensor,
-    new_row: Tensor, table_width: int, num_requests: int, num_nodes: int, num_children: int, k: int, depth: int,
+    children: Tensor, child_weight: Tensor, child_path_prob: Tensor, table: Tensor,
+    state: Tensor, weight: Tensor, path_prob: Tensor, rows: Tensor, new_row: Tensor,
+    table_width: int, num_requests: int, num_nodes: int, num_children: int, k: int,
     *, IS_FIRST: bool, **_: Any,
 ) -> None:  # fmt: skip
-    parameters, num_rows = _row(*table.unbind(1)), 1 + num_nodes
+    parameters, num_rows, depth = _row(*table.unbind(1)), 1 + num_nodes, _level(table, is_first=IS_FIRST)
     if IS_FIRST:
         is_root = (torch.arange(num_rows) == 0).expand(num_requests, -1)
         none = torch.zeros_like(is_root, dtype=torch.int64)
         token = parameters.token.long()[:, None] * is_root
-        nodes = NodeTensors(token, none, none, is_root.float(), is_root.double(), none)
+        nodes = _Nodes(token, none, none, is_root.float(), is_root.double(), none)
     else:
-        token, parent, old_depth, column, _ = old.as_strided(new.shape, new.stride())
-        nodes = NodeTensors(token, parent, old_depth, old_weight, old_path_prob, column)
+        token, parent, old_depth, column, _ = state
+        nodes = _Nodes(token, parent, old_depth, weight, path_prob, column)
     parent = (torch.arange(num_children) // k + (depth > 0)).expand(num_requests, -1)
     token, column = children
-    below = NodeTensors(token, parent, torch.full_like(parent, depth + 1), child_weight, child_path_prob, column)
+    below = _Nodes(token, parent, torch.full_like(parent, depth + 1), child_weight, child_path_prob, column)
     kept, old_parent = _best(nodes, below, parameters.num_nodes)
     ancestors = _ancestors(kept.parent, depth + 1)
-    for place, value in zip(new, (*kept[:3], kept.column, ancestors), strict=True):
+    for place, value in zip(state, (*kept[:3], kept.column, ancestors), strict=True):
         place.copy_(value)
     weight.copy_(kept.weight)
     path_prob.copy_(kept.path_prob)
     position = parameters.position.long()[:, None] + kept.depth
     for place, value in zip(rows, (kept.token, position, ancestors, old_parent), strict=True):
         place.copy_(value[:, 1:])
+    parameters.level.fill_(depth + 1)
 
 
 def _gather_features(roots: Tensor, hidden: Tensor, old_parent: Tensor, out: Tensor, *_: Any, **__: Any) -> None:
-    both = torch.cat([roots[:, None], hidden], dim=1)
+    both = roots[:, None] if hidden is roots else torch.cat([roots[:, None], hidden], dim=1)
     out.copy_(both.gather(1, old_parent[:, :, None].expand(-1, -1, out.shape[2])))
 
 
 def _place_static(
     children: Tensor, child_weight: Tensor, child_path_prob: Tensor, table: Tensor, shape: Tensor,
     state: Tensor, weight: Tensor, path_prob: Tensor, rows: Tensor, table_width: int, num_requests: int,
-    num_nodes: int, num_children: int, depth: int, *, IS_FIRST: bool, **_: Any,
+    num_nodes: int, num_children: int, shape_stride: int, *, IS_FIRST: bool, **_: Any,
 ) -> None:  # fmt: skip
+    depth = _level(table, is_first=IS_FIRST)
     parameters = _row(*table.unbind(1))
     parent, row_depth, ancestors, source = shape
     if IS_FIRST:
@@ -341,6 +367,7 @@ def _place_static(
     weight[:, new] = child_weight[:, at] * (new <= parameters.num_nodes[:, None])
     path_prob[:, new] = child_path_prob[:, at]
     rows[0][:, new - 1], rows[3][:, new - 1] = token[:, at], parent[new]
+    parameters.level.fill_(depth + 1)
 
 
 TWINS = {

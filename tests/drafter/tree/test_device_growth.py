@@ -22,7 +22,7 @@ from drafter.tree import triton_growth
 from drafter.tree.frontier import DraftVocabulary, Frontier, GrowLimits, TreeRoots
 from drafter.tree.grow import GrownTrees
 from drafter.tree.policy import DynamicTreePolicy, make_tree_policy
-from drafter.tree.tree_graphs import TreeGraphs, buckets
+from drafter.tree.tree_graphs import Shape, TreeGraphs, shapes
 from tests.support import oracles
 from tests.support.attention_cases import moved
 from tests.support.draft_costs import FREE, costs
@@ -105,6 +105,10 @@ class Plan:
     metadata: AttentionMetadata
     ancestors_N: Tensor | None = None
 
+    @property
+    def num_nodes(self) -> int:
+        return len(self.metadata.slot_N) // len(self.metadata.base_B)
+
     def move(self, base_B: np.ndarray, page_table_BP: np.ndarray) -> None:
         self.metadata = moved(self.metadata, base_B, page_table_BP)
 
@@ -115,10 +119,8 @@ class Plan:
 class Draft:
     """Draft models whose logits depend on a node's path, read from its ancestor mask, and on its parent's feature."""
 
-    def __init__(
-        self, asks: Sequence[Ask], vocab: DraftVocabulary = REDUCED, num_nodes: int = NODES, max_depth: int = DEPTH
-    ) -> None:
-        self.asks, self.vocab, self.num_nodes, self.max_depth = asks, vocab, num_nodes, max_depth
+    def __init__(self, asks: Sequence[Ask], vocab: DraftVocabulary = REDUCED, max_depth: int = DEPTH) -> None:
+        self.asks, self.vocab, self.max_depth = asks, vocab, max_depth
         self.last_row_B = [0] * len(asks)
         self._told: dict[tuple[int, int], int] = {}
         self._path: dict[tuple[int, int], Path] = {}
@@ -127,11 +129,9 @@ class Draft:
     def roots(self) -> Tensor:
         return torch.stack([model_logits(ask.model, (), ask.model) for ask in self.asks])
 
-    def root_logits(self, hidden_B1: Tensor) -> Tensor:
-        """The models for the roots of `TreeGraphs`; rows beyond the requests are padding."""
-        logits_BV = torch.zeros(len(hidden_B1), V)
-        logits_BV[: len(self.asks)] = self.roots
-        return logits_BV.to(DEVICE)
+    def logits(self, hidden_N2: Tensor) -> Tensor:
+        """The logits of `TreeGraphs`, by the numbers that `start` and `run` give their outputs."""
+        return torch.stack([self._logits[int(number)] for number in hidden_N2[:, 1]]).to(DEVICE)
 
     @property
     def start(self) -> tuple[TreeRoots, Tensor, Tensor]:
@@ -140,7 +140,8 @@ class Draft:
         for b, base in enumerate(bases):
             table[b, : 1 + base // PAGE] = 1 + 20 * b + np.arange(1 + base // PAGE)
         roots = TreeRoots(np.array(bases, dtype=np.int32), table)
-        hidden = torch.tensor([[ask.model] for ask in self.asks]).float()
+        hidden = torch.tensor([[ask.model, -1 - b] for b, ask in enumerate(self.asks)]).float()
+        self._logits = {-1 - b: logits_V for b, logits_V in enumerate(self.roots)} | {0: torch.zeros(V)}
         return roots, hidden.to(DEVICE), torch.arange(len(bases), device=DEVICE)
 
     def expand(self, frontier: Frontier) -> Tensor:
@@ -156,20 +157,21 @@ class Draft:
             rows.append(model_logits(self.asks[b].model, self._path[b, row], self._told[b, row]))
         return torch.stack(rows)
 
-    def run(self, plan: Any, tokens_N: Tensor, features_N1: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, plan: Any, tokens_N: Tensor, features_N2: Tensor, positions_N: Tensor) -> Tensor:
         """The models for `TreeGraphs`: all rows but the roots; rows beyond the requests are padding."""
-        out_N1, logits_NV = torch.zeros(len(tokens_N), 1), torch.zeros(len(tokens_N), V)
-        tokens, masks, N = tokens_N.tolist(), plan.ancestors_N.tolist(), self.num_nodes
+        tokens, masks, N = tokens_N.tolist(), plan.ancestors_N.tolist(), plan.num_nodes
         row_N = torch.arange(len(tokens_N), device=DEVICE) % N + 1
         assert (plan.ancestors_N >> row_N & plan.ancestors_N & 1 == 1).all(), "each row sees itself and the root"
-        assert all(0 <= token < self.vocab.target_size for token in tokens) and features_N1.isfinite().all()
+        assert all(0 <= token < self.vocab.target_size for token in tokens) and features_N2.isfinite().all()
+        out_N2 = torch.zeros(len(tokens_N), 2)
         for n in range(len(self.asks) * N):
             b = n // N
             path = tuple(tokens[b * N + row - 1] for row in range(1, 1 + N) if masks[n] >> row & 1)
             assert 0 <= int(positions_N[n]) - self.asks[b].base <= self.max_depth
-            out_N1[n] = told = telling(int(features_N1[n, 0]), tokens[n])
-            logits_NV[n] = model_logits(self.asks[b].model, path, told)
-        return out_N1.to(DEVICE), logits_NV.to(DEVICE)
+            told = telling(int(features_N2[n, 0]), tokens[n])
+            out_N2[n, 0], out_N2[n, 1] = told, 1 + n
+            self._logits[1 + n] = model_logits(self.asks[b].model, path, told)
+        return out_N2.to(DEVICE)
 
 
 @pytest.fixture(autouse=True)
@@ -195,9 +197,9 @@ class Bench:
         ids = vocab.target_ids
         self.tree_graphs = TreeGraphs(
             lambda *given: self.draft.run(*given),
-            lambda hidden_B1: self.draft.root_logits(hidden_B1),
+            lambda hidden_N2: self.draft.logits(hidden_N2),
             Plan,
-            torch.zeros(1, 1, device=DEVICE),
+            torch.zeros(1, 2, device=DEVICE),
             replace(vocab, target_ids=None if ids is None else ids.to(DEVICE)),
             TORCH,  # Triton's truncation takes seconds in the interpreter, and has tests of its own
             replace(CONFIG, draft=replace(CONFIG.draft, tree=self.tree)),
@@ -205,8 +207,10 @@ class Bench:
         )
 
     def grown(self, asks: Sequence[Ask], draft_costs: DraftCosts = FREE, **options: Any) -> GrownTrees:
-        self.draft = Draft(asks, self.draft.vocab, self.tree.num_speculative_tokens, self.tree.longest_path)
+        self.draft = Draft(asks, self.draft.vocab, self.tree.longest_path)
         self.tree_graphs.set_roots(*self.draft.start)
+        whole = self.tree.num_speculative_tokens, self.tree.longest_path  # whatever the last trees were
+        self.tree_graphs._wanted_nodes, self.tree_graphs._wanted_levels = whole
         return grown(self.draft, draft_costs, tree_graphs=self.tree_graphs, **options)
 
 
@@ -421,7 +425,7 @@ def test_every_level_and_row_of_a_tree_counts_as_run(bench):
 def test_rows_write_to_pages_of_their_own_request_or_to_the_null_page(bench):
     bases = [3, 30, 8]
     bench.grown([Ask(base=base) for base in bases])
-    metadata = bench.tree_graphs._plans[4].metadata
+    metadata = bench.tree_graphs._plans[Shape(4, NODES)].metadata
     assert metadata.query_offsets.tolist() == [0, NODES, 2 * NODES, 3 * NODES, 4 * NODES]
     owner_N = metadata.owner_N
     assert (keys_N(metadata, owner_N) == metadata.base_B[owner_N] + 1 + NODES).all(), "any row may be an ancestor"
@@ -480,6 +484,44 @@ def test_more_requests_than_any_bucket_has_grow_level_by_level(bench):
     assert tree(bench.grown(asks), 8) == tree(grown(Draft(asks)), 8) and any(bench.draft.last_row_B)
 
 
+@pytest.fixture
+def shaped(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Shapes of few nodes for few requests, and the logits of two of their trees at once."""
+    monkeypatch.setattr("drafter.tree.tree_graphs._FEW_ROWS", 1)
+    monkeypatch.setattr("drafter.tree.device.LOGITS_AT_ONCE", 2 * NODES * V)
+    return Bench()
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "max_depth", "rows", "levels"), [(1, 3, 2, 1), (2, 2, 2, 2), (3, 3, 4, 3), (6, 2, 6, 2), (6, 3, 6, 3)]
+)
+def test_trees_grow_in_the_fewest_rows_and_levels_that_hold_them(
+    shaped: Bench, num_nodes: int, max_depth: int, rows: int, levels: int
+) -> None:
+    asks = [
+        Ask(model=m, sampling=HOT, constraints=PENALTIES[0], num_nodes=num_nodes, max_depth=max_depth) for m in range(5)
+    ]
+    got = shaped.grown(asks, expand=None)
+    assert_same_trees(got, grown(Draft(asks)), len(asks))
+    assert (got.num_levels, got.num_run) == (levels, (levels - 1) * len(asks) * rows)
+
+
+def test_trees_under_auto_follow_what_paid_in_the_last_steps(shaped: Bench) -> None:
+    """Levels and rows are dropped one a step; nodes that are all worth their costs bring them back."""
+    shaped.grown([Ask()])
+    sizes = {}
+    for name, node in (("dear", 30.0), ("free", 0.0)):
+        sizes[name] = []
+        for _ in range(NODES):
+            shaped.draft = Draft([Ask()])
+            shaped.tree_graphs.set_roots(*shaped.draft.start)
+            got = grown(shaped.draft, costs(node=node), tree_graphs=shaped.tree_graphs)
+            sizes[name].append((got.num_levels, got.num_run))
+    assert sizes["dear"][0] == (DEPTH, (DEPTH - 1) * NODES) and sizes["dear"][-1] == (2, 2), "a node and a level more"
+    assert sizes["free"][-1] == sizes["dear"][0]
+    assert [levels for levels, _ in sizes["free"][:2]] == [2, 3]
+
+
 def test_the_earlier_of_equal_candidates_is_kept(bench):
     """All children of all nodes are equally likely."""
     asks = [Ask(model=FLAT, num_nodes=n, sampling=SamplingSettings(temperature=0.0)) for n in (2, 5)]
@@ -489,9 +531,19 @@ def test_the_earlier_of_equal_candidates_is_kept(bench):
 
 
 @pytest.mark.parametrize(
-    ("max_requests", "num_nodes", "vocab_size", "most"),
-    [(64, 16, 32_000, 32), (5, 16, 2_048, 8), (64, 63, 151_936, 1), (64, 63, 300_000, 0)],
+    ("max_requests", "num_nodes", "expected"),
+    [
+        (5, 16, {1: [16], 2: [16], 4: [16], 8: [16]}),
+        (100, 16, {1: [16], 2: [16], 4: [16], 8: [16], 16: [8, 16], 32: [4, 8, 16], 64: [2, 4, 8, 16], 128: [2, 4, 8]}),
+        (16, 63, {1: [63], 2: [63], 4: [32, 63], 8: [16, 32, 63], 16: [8, 16, 32, 63]}),
+        (2048, 1, {1 << i: [1] for i in range(11)}),
+    ],
 )
-def test_buckets_end_where_the_computation_outweighs_the_launches(max_requests, num_nodes, vocab_size, most):
-    sizes = buckets(max_requests, num_nodes, vocab_size)
-    assert sizes == [n for n in (32, 16, 8, 4, 2, 1) if n <= most]
+def test_shapes_end_where_the_computation_outweighs_the_launches(
+    max_requests: int, num_nodes: int, expected: dict[int, list[int]]
+) -> None:
+    """Few rows have no smaller shape, because a pass reads its weights in any case."""
+    tree = replace(CONFIG.draft.tree, num_speculative_tokens=num_nodes, max_depth=1)
+    found = shapes(replace(CONFIG, draft=replace(CONFIG.draft, tree=tree), max_num_seqs=max_requests))
+    assert len(found) == len(set(found)) and found[0].requests * found[0].nodes == max(b * n for b, n in found)
+    assert {b: sorted(n for requests, n in found if requests == b) for b, _ in found} == expected
