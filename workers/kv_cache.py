@@ -16,6 +16,7 @@ from torch import Tensor
 from workers.config import EngineConfig
 from workers.kernels.block_scaled import FLOAT8_CAPABILITY
 from workers.kernels.select import Kernels
+from workers.kernels.torch_delta import LayerStates
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
@@ -97,7 +98,7 @@ class StatePool:
     states [L, seats, H, d, v] float32, and inputs [L, seats, 3, C]: the last three rows before the convolution. Seat 0
     is the null seat: the state before the first token, which is zero and never written. Behind the seats of requests
     are those of `Checkpoints`. The stash [L, rows, C + 2 H] has the rows of a step's trees, until the next step folds
-    those that were accepted.
+    those that were accepted. Only passes at start-up have more rows than there is room for.
 
     state_shape: (H, d, v). num_channels: C.
     """
@@ -116,22 +117,12 @@ class StatePool:
         shape = (num_layers, 1 + num_seats)
         self.states = torch.zeros(*shape, *state_shape, dtype=torch.float32, device=device)
         self.inputs = torch.zeros(*shape, 3, num_channels, dtype=dtype, device=device)
-        self._widths = [num_channels, 2 * state_shape[0]]
-        self._stash = torch.zeros(num_layers, num_tree_rows, sum(self._widths), dtype=dtype, device=device)
+        stash_width = num_channels + 2 * state_shape[0]
+        self._stash = torch.zeros(num_layers, num_tree_rows, stash_width, dtype=dtype, device=device)
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return views of one layer's states and inputs."""
-        return self.states[index], self.inputs[index]
-
-    def stash(self, index: int, num_rows: int, qkv_NC: Tensor, ba_N2H: Tensor) -> None:
-        """Keep a step's leading rows of one layer. Only passes at start-up have more rows than there is room for."""
-        room_NX = self._stash[index, :num_rows]
-        torch.cat((qkv_NC[: len(room_NX)], ba_N2H[: len(room_NX)]), dim=1, out=room_NX)
-
-    def stashed(self, index: int, row_A: Tensor) -> tuple[Tensor, Tensor]:
-        """Return stashed rows of one layer: [A, C] and [A, 2 H]."""
-        qkv_AC, ba_A2H = self._stash[index].index_select(0, row_A).split(self._widths, dim=1)
-        return qkv_AC, ba_A2H
+    def layer(self, index: int) -> LayerStates:
+        """Return views of one layer."""
+        return LayerStates(self.states[index], self.inputs[index], self._stash[index])
 
 
 class Checkpoints:

@@ -28,6 +28,7 @@ from drafter.tree import triton_growth
 from workers.kernels import (
     triton_attention,
     triton_copy,
+    triton_delta,
     triton_linear,
     triton_sampling,
     triton_truncation,
@@ -196,8 +197,35 @@ def cases() -> Iterator[Case]:
         yield Case(
             name=f"top of row, {splits} blocks", kernel=triton_sampling._top_of_row, constants=constants, types=top
         )
+    yield from deltas()
     yield from cuts()
     yield from products()
+
+
+def deltas() -> Iterator[Case]:
+    """Yield the kernels of gated delta nets, with the heads of Qwen3.5-27B."""
+    delta = triton_delta
+    sizes = dict(HEADS=48, KEY_HEADS=16, KEY_WIDTH=128, VALUE_WIDTH=128, BLOCK=delta.BLOCK)
+    rows = dict(x_ptr="*bf16", ba_ptr="*bf16", inputs_ptr="*bf16", stash_ptr="*bf16", source_ptr="*i32", scale="fp32")
+    rows |= dict(path_ptr=INT64, rows_ptr="*i32", conv_ptr=FLOAT, decay_ptr=FLOAT, bias_ptr=FLOAT, mixed_ptr=FLOAT)
+    rows |= dict(beta_ptr=FLOAT, total_ptr="*fp64", state_ptr=FLOAT, out_ptr=FLOAT)
+    for is_fold in (False, True):
+        name = "a fold" if is_fold else "a step"
+        own = sizes | dict(IS_FOLD=is_fold)
+        yield Case(
+            name=f"delta: prepare {name}",
+            kernel=delta._prepare,
+            constants=own | dict(PADDED_WIDTH=128),
+            types=rows,
+            num_warps=1,
+        )
+        yield Case(
+            name=f"delta: advance {name}",
+            kernel=delta._advance,
+            constants=own | dict(COLUMNS=32, PART=32, PARTS=4, INPUTS=64),
+            types=rows,
+            num_stages=1,
+        )
 
 
 def cuts() -> Iterator[Case]:

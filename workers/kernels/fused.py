@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from workers.kernels.pointwise import add_rms_norm, head_input, rms_norm, rotate_, rotation, silu_mul
+from workers.kernels.pointwise import add_rms_norm, gated_norm, head_input, rms_norm, rotate_, rotation, silu_mul
 from workers.kernels.triton_attention import plan, tree_attention
 from workers.kernels.triton_copy import copy_slots
+from workers.kernels.triton_delta import delta_fold, delta_net, delta_plan
 from workers.kernels.triton_linear import block_scaled_linear, kept_types
 from workers.kernels.triton_linear import linear as invariant_linear
 from workers.kernels.triton_sampling import coupled_argmax, gumbel, top_k
@@ -22,6 +23,10 @@ __all__ = [
     "block_scaled_linear",
     "copy_slots",
     "coupled_argmax",
+    "delta_fold",
+    "delta_net",
+    "delta_plan",
+    "gated_norm",
     "gumbel",
     "head_input",
     "invariant_linear",

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["add_rms_norm", "head_input", "rms_norm", "rotate_", "rotation", "silu_mul"]
+__all__ = ["add_rms_norm", "gated_norm", "head_input", "rms_norm", "rotate_", "rotation", "silu_mul"]
 
 
 class Rotation(NamedTuple):
@@ -67,6 +67,11 @@ def head_input(
     """Return the normed embeddings beside the normed features [N, 2 D], and the normed features alone."""
     normed_ND = rms_norm(feature_ND, feature_norm_D, eps)
     return torch.cat((rms_norm(F.embedding(tokens_N, embedding_VD), token_norm_D, eps), normed_ND), dim=-1), normed_ND
+
+
+def gated_norm(x_NHv: Tensor, z_NX: Tensor, weight_v: Tensor, eps: float) -> Tensor:
+    """Return the norm of each head of x times silu(z), in float32, cast to z's dtype: [N, H * v]."""
+    return (rms_norm(x_NHv, weight_v, eps).flatten(1) * F.silu(z_NX.float())).to(z_NX.dtype)
 
 
 def silu_mul(gate_up_N2I: Tensor) -> Tensor:

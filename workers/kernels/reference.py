@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from workers.kernels.block_scaled import block_scaled_linear, kept_types
-from workers.kernels.pointwise import add_rms_norm, head_input, rms_norm, rotate_, rotation, silu_mul
+from workers.kernels.pointwise import add_rms_norm, gated_norm, head_input, rms_norm, rotate_, rotation, silu_mul
 from workers.kernels.torch_attention import plan, tree_attention
+from workers.kernels.torch_delta import delta_fold, delta_net, delta_plan
 from workers.sampling.philox import gumbel
 from workers.sampling.sampler import shard_best as coupled_argmax
 from workers.sampling.sampler import truncation_threshold
@@ -25,6 +26,10 @@ __all__ = [
     "block_scaled_linear",
     "copy_slots",
     "coupled_argmax",
+    "delta_fold",
+    "delta_net",
+    "delta_plan",
+    "gated_norm",
     "gumbel",
     "head_input",
     "invariant_linear",

@@ -4,7 +4,7 @@ A kernel set has the functions below: `workers.kernels.reference` in torch, whic
 `workers.kernels.fused` in Triton, and that of `workers.kernels.compiled`, which is the Triton set with compiled
 pointwise chains. All have the same signatures and semantics.
 Legend: N packed rows, I intermediate or input width, O outputs, H heads, L layers, d head width, R rows of logits, V
-columns of them.
+columns of them. That of delta nets is in `workers.kernels.torch_delta`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from workers.kernels.interpreted import is_interpreted
 from workers.kernels.pointwise import Rotation
 from workers.kernels.reference import TopK
 from workers.kernels.torch_attention import plan_by_paths
+from workers.kernels.torch_delta import DeltaWeights, LayerStates
 from workers.sampling.gumbel_cache import GumbelCache
 from workers.types import AttentionMetadata, SamplingBatch
 
@@ -36,6 +37,10 @@ class AttentionPlan(Protocol):
     def write_slots_N(self) -> Tensor:
         """int64, the physical slot that each row writes."""
         ...
+
+
+class DeltaPlan(Protocol):
+    """One step of the gated delta layers: the result of `Kernels.delta_plan`, for the same set."""
 
 
 class Kernels(Protocol):
@@ -97,6 +102,37 @@ class Kernels(Protocol):
             softcap: replaces scores with softcap * tanh(score / softcap) before masking (Gemma-2).
             sink_H: [Hq], an additional score per head in the denominator of the softmax, without a value (Granite-SWA).
         """
+        ...
+
+    def delta_plan(
+        self, metadata: AttentionMetadata, device: torch.device | str = "cpu", into: Any = None
+    ) -> DeltaPlan:
+        """Prepare one step of the gated delta layers, or a fold, which is a step of chains.
+
+        Trees come first among the requests; their rows wait for a verdict, and write no state. into: see `plan`.
+        """
+        ...
+
+    def delta_net(self, qkv_NC: Tensor, ba_N2H: Tensor, weights: DeltaWeights, plan: Any, layer: LayerStates) -> Tensor:
+        """Run one layer's convolution, gates and delta rule over packed rows, see `workers.kernels.torch_delta`.
+
+        The rows of trees are stashed, as many as there is room for; the states of other requests move on.
+
+        Args:
+            qkv_NC: projected rows, of any stride. ba_N2H: the inputs of beta, then those of the gates.
+            plan: the result of this set's `delta_plan`.
+
+        Returns:
+            The outputs of all rows, float32 [N, H, v].
+        """
+        ...
+
+    def delta_fold(self, row_A: Tensor, weights: DeltaWeights, plan: Any, layer: LayerStates) -> None:
+        """Move states on by these stashed rows, the chains of `plan`."""
+        ...
+
+    def gated_norm(self, x_NHv: Tensor, z_NX: Tensor, weight_v: Tensor, eps: float) -> Tensor:
+        """Return the `rms_norm` of each head of x times silu(z), in float32, cast to z's dtype: [N, H * v]."""
         ...
 
     def copy_slots(self, pool: Tensor, source_C: Tensor, target_C: Tensor) -> None:

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from workers.kernels.host import bits_of, highest_bit
@@ -39,6 +40,29 @@ MOST_PIECES = 32
 """Pieces that run at once: each has two copies of its state."""
 CONV_ROWS = 4
 """Rows of a path that the convolution sees: the row itself and the three before it."""
+
+
+class DeltaWeights(NamedTuple):
+    """What one layer mixes rows by, on one rank."""
+
+    conv_4C: Tensor  # float32, from the third row before to the row itself
+    decay_H: Tensor  # float32, -e^A_log
+    dt_bias_H: Tensor  # float32
+    num_keys: int  # K
+
+
+class LayerStates(NamedTuple):
+    """One layer's part of a `workers.kv_cache.StatePool`, in views."""
+
+    state_SHdv: Tensor  # float32, by seat
+    inputs_S3C: Tensor
+    stash_XY: Tensor  # [X, C + 2 H]
+
+    @property
+    def stash_parts(self) -> tuple[Tensor, Tensor]:
+        """Stashed rows of q, k and v, [X, C], and of b and a, [X, 2 H]."""
+        C = self.inputs_S3C.shape[2]
+        return self.stash_XY[:, :C], self.stash_XY[:, C:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +107,12 @@ class _Piece(NamedTuple):
         return self.turn, self.is_written, (self.num_rows - 1).bit_length() + 1 >> 1
 
 
-def delta_plan(metadata: AttentionMetadata, device: torch.device | str = "cpu") -> DeltaPlan:
-    """Plan one step. Trees come first among the requests; their rows wait for a verdict and write no state."""
+def conv_rows(metadata: AttentionMetadata) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows [4, N] that each row's convolution mixes, itself last, and the row before each [3 B + N].
+
+    Rows index the three inputs that each request begins with, and behind those the packed rows.
+    """
     offsets, ancestors_N = metadata.query_offsets, metadata.ancestors_N
-    read_B, write_B = metadata.read_seat_B, metadata.write_seat_B
     num_rows, num_requests = len(ancestors_N), metadata.num_requests
     first_N = offsets[:-1].repeat(np.diff(offsets))
     row_N = np.arange(num_rows) - first_N
@@ -98,6 +124,15 @@ def delta_plan(metadata: AttentionMetadata, device: torch.device | str = "cpu") 
     window = [np.arange(3 * num_requests, len(before))]
     for _ in range(CONV_ROWS - 1):
         window.insert(0, before[window[0]])
+    return np.stack(window), before
+
+
+def delta_plan(metadata: AttentionMetadata, device: torch.device | str = "cpu", into: object = None) -> DeltaPlan:
+    """See `workers.kernels.select.Kernels.delta_plan`."""
+    offsets, ancestors_N = metadata.query_offsets, metadata.ancestors_N
+    read_B, write_B = metadata.read_seat_B, metadata.write_seat_B
+    num_rows, num_requests = len(ancestors_N), metadata.num_requests
+    window_CN, before = conv_rows(metadata)
     written = np.flatnonzero((write_B > 0) & (np.diff(offsets) > 0))
     last_W = np.concatenate([offsets[written + 1] - 1, metadata.keep_row_K])
     tail = [last_W.astype(np.int64) + 3 * num_requests]
@@ -135,19 +170,19 @@ def delta_plan(metadata: AttentionMetadata, device: torch.device | str = "cpu") 
         pieces=tuple(pieces),
         order_N=to_device(order_N, device),
         read_B=to_device(read_B.astype(np.int64), device),
-        window_CN=to_device(np.stack(window), device),
+        window_CN=to_device(window_CN, device),
         write_W=to_device(np.concatenate([write_B[written], metadata.keep_seat_K]).astype(np.int64), device),
         tail_W3=to_device(np.stack(tail, axis=1), device),
     )
 
 
-def fold_plan(folds: Folds, device: torch.device | str) -> DeltaPlan:
-    """Plan accepted paths: chains that go on from the state of their seat and leave the next one there."""
+def chains(folds: Folds) -> AttentionMetadata:
+    """Return accepted paths as chains that go on from the state of their seat and leave the next one there."""
     offsets, seat_F = folds.offsets.numpy(), folds.seat_F.numpy()
     none = np.zeros(offsets[-1], dtype=np.int32)
-    chains = AttentionMetadata(
+    return AttentionMetadata(
         query_offsets=offsets,
-        page_table_BP=none.reshape(-1, 1),
+        page_table_BP=np.zeros((len(seat_F), 1), dtype=np.int32),
         base_B=np.zeros_like(seat_F),
         slot_N=none,
         visible_N=none,
@@ -157,7 +192,6 @@ def fold_plan(folds: Folds, device: torch.device | str) -> DeltaPlan:
         keep_row_K=folds.keep_row_K.numpy(),
         keep_seat_K=folds.keep_seat_K.numpy(),
     )
-    return delta_plan(chains, device)
 
 
 def _groups(offsets: list[int], write: list[int], kept: dict[int, int]) -> Iterator[list[_Piece]]:
@@ -175,6 +209,61 @@ def _groups(offsets: list[int], write: list[int], kept: dict[int, int]) -> Itera
     for _, of_kind in groupby(pieces, key=lambda piece: piece.kind):
         group = list(of_kind)
         yield from (group[i : i + MOST_PIECES] for i in range(0, len(group), MOST_PIECES))
+
+
+def delta_net(qkv_NC: Tensor, ba_N2H: Tensor, weights: DeltaWeights, plan: DeltaPlan, layer: LayerStates) -> Tensor:
+    """See `workers.kernels.select.Kernels.delta_net`."""
+    room_XY = layer.stash_XY[: plan.num_tree_rows]
+    torch.cat((qkv_NC[: len(room_XY)], ba_N2H[: len(room_XY)]), dim=1, out=room_XY)
+    out_NHv = _advance(qkv_NC, ba_N2H, weights, plan, layer, has_outputs=True)
+    assert out_NHv is not None
+    return out_NHv
+
+
+def delta_fold(row_A: Tensor, weights: DeltaWeights, plan: DeltaPlan, layer: LayerStates) -> None:
+    """See `workers.kernels.select.Kernels.delta_fold`."""
+    qkv_AC, ba_A2H = (rows.index_select(0, row_A) for rows in layer.stash_parts)
+    _advance(qkv_AC, ba_A2H, weights, plan, layer, has_outputs=False)
+
+
+def _advance(
+    qkv_NC: Tensor, ba_N2H: Tensor, weights: DeltaWeights, plan: DeltaPlan, layer: LayerStates, *, has_outputs: bool
+) -> Tensor | None:
+    """Return the delta rule's outputs [N, H, v], and write the states of all requests that are not trees."""
+    state, inputs, K = layer.state_SHdv, layer.inputs_S3C, weights.num_keys
+    _, H, d, v = state.shape
+    inputs_XC = torch.cat((inputs.index_select(0, plan.read_B).flatten(0, 1), qkv_NC))
+    taps = zip(plan.window_CN, weights.conv_4C, strict=True)
+    mixed_NC = F.silu(sum(inputs_XC.index_select(0, row_N) * weight_C for row_N, weight_C in taps))
+    q_NX, k_NX, v_NX = mixed_NC.split([K * d, K * d, H * v], dim=-1)
+    b_NH, a_NH = ba_N2H.float().chunk(2, dim=-1)
+    rows = (
+        _l2norm(k_NX.unflatten(1, (K, d))),
+        v_NX.unflatten(1, (H, v)),
+        b_NH.sigmoid(),
+        weights.decay_H * F.softplus(a_NH + weights.dt_bias_H),
+    )
+    if has_outputs:
+        q_NKd = _l2norm(q_NX.unflatten(1, (K, d))) * d**-0.5
+    outputs = [rows[1][:0]]
+    for own in plan.pieces:
+        size = own.path_BRR.shape[:2]
+        q = q_NKd.index_select(0, own.row_P).unflatten(0, size) if has_outputs else None
+        key, value, beta, g = (x.index_select(0, own.row_P).unflatten(0, size) for x in rows)
+        before, last_B = state.index_select(0, own.read_B), None if own.write_B is None else own.last_B
+        out, behind = delta_rule(q, key, value, beta, g, own.path_BRR, before, last_B)
+        if out is not None:
+            outputs.append(out.flatten(0, 1))
+        if own.write_B is not None and behind is not None:
+            state.index_copy_(0, own.write_B, behind)
+            if own.keep_K is not None and own.kept_K is not None:
+                state.index_copy_(0, own.keep_K, behind.index_select(0, own.kept_K))
+    inputs.index_copy_(0, plan.write_W, inputs_XC[plan.tail_W3])
+    return torch.cat(outputs).index_select(0, plan.order_N) if has_outputs else None
+
+
+def _l2norm(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 def delta_rule(

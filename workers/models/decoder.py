@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.kernels.pointwise import Rotation
-from workers.kernels.select import AttentionPlan
-from workers.kernels.torch_delta import DeltaPlan, delta_plan, fold_plan
+from workers.kernels.select import AttentionPlan, DeltaPlan
+from workers.kernels.torch_delta import chains
 from workers.kv_cache import KVPool
 from workers.models.base import BaseDecoder
 from workers.models.checkpoint import Weights
@@ -150,15 +150,18 @@ class Decoder(BaseDecoder):
         windows: Sequence[int | None] | None = None,
     ) -> AttentionPlan:
         """See `PagedModel.plan`."""
-        attention = super().plan(metadata, page_size, into, windows=windows)
-        return attention if self.spec.delta is None else HybridPlan(attention, delta_plan(metadata, self.device))
+        if self.spec.delta is None:
+            return super().plan(metadata, page_size, into, windows=windows)
+        attention, delta = into or (None, None)
+        attention = super().plan(metadata, page_size, attention, windows=windows)
+        return HybridPlan(attention, self.kernels.delta_plan(metadata, self.device, delta))
 
     @torch.inference_mode()
     def fold(self, folds: Folds, kv: KVPool) -> None:
         """See `BaseDecoder.fold`."""
         states, row_A = kv.states, to_device(folds.row_A, self.device)
         assert states is not None
-        plan = fold_plan(folds, self.device)
+        plan = self.kernels.delta_plan(chains(folds), self.device)
         nets = [layer.mixer for layer in self._layers if isinstance(layer.mixer, GatedDelta)]
         for index, net in enumerate(nets):
             net.fold(row_A, plan, states, index)

@@ -19,12 +19,12 @@ has its part of the key heads with their value heads, and their states: nothing 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from workers.kernels.block_scaled import stacked
 from workers.kernels.linear import Linear
-from workers.kernels.torch_delta import DeltaPlan, delta_rule
+from workers.kernels.select import DeltaPlan
+from workers.kernels.torch_delta import DeltaWeights
 from workers.kv_cache import KVPool, StatePool
 from workers.models.checkpoint import split
 from workers.models.layers import RankWeights, check_shape, fused_linear, row_parallel_linear
@@ -68,15 +68,14 @@ class GatedDelta:
         for name, shape in shapes.items():
             check_shape(weights, prefix + name, shape, fields)
 
-        self.num_keys, self.num_heads = delta.num_key_heads // size, delta.num_value_heads // size
-        self.key_dim, self.value_dim = delta.key_dim, delta.value_dim
-        self._widths = [keys // size, keys // size, values // size]
+        num_keys, num_heads = delta.num_key_heads // size, delta.num_value_heads // size
+        self._num_values = values // size
         sections = [(0, keys), (keys, 2 * keys), (2 * keys, 2 * keys + values)]
         part = (0, rank, size)
         if is_grouped:
-            ratio = self.num_heads // self.num_keys
+            ratio = num_heads // num_keys
             of_head = [delta.key_dim, delta.key_dim, ratio * delta.value_dim, ratio * delta.value_dim]
-            row_O, row_2H = (_ungrouped(own, self.num_keys, weights.device) for own in (of_head, [ratio, ratio]))
+            row_O, row_2H = (_ungrouped(own, num_keys, weights.device) for own in (of_head, [ratio, ratio]))
             self._qkvz = fused_linear(weights, {f"{prefix}in_proj_qkvz": part}, has_bias=False, row_O=row_O)
             self._ba = fused_linear(weights, {f"{prefix}in_proj_ba": part}, has_bias=False, row_O=row_2H)
         else:
@@ -90,9 +89,9 @@ class GatedDelta:
             own = split(end - begin, rank, size) if end is not None else (0, None)
             return weights.get_range(prefix + name, 0, begin + own[0], own[1] and begin + own[1], torch.float32)
 
-        self._conv_4C = torch.cat([floats("conv1d.weight", *own)[:, 0] for own in sections]).t().contiguous()
-        self._decay_H = -floats("A_log", 0, delta.num_value_heads).exp()
-        self._dt_bias_H = floats("dt_bias", 0, delta.num_value_heads)
+        conv_4C = torch.cat([floats("conv1d.weight", *own)[:, 0] for own in sections]).t().contiguous()
+        decay_H, dt_bias_H = (floats(name, 0, delta.num_value_heads) for name in ("A_log", "dt_bias"))
+        self._net = DeltaWeights(conv_4C, -decay_H.exp(), dt_bias_H, num_keys)
         self._norm_v = floats("norm.weight")
 
     def __call__(self, x_ND: Tensor, rotation: object, plan: DeltaPlan, kv: KVPool, index: int) -> Tensor:
@@ -100,68 +99,17 @@ class GatedDelta:
 
         index: the layer's in the state pool. The rows of trees are stashed there; other requests' states move on.
         """
-        states = kv.states
-        assert states is not None
-        qkvz, ba_N2H = self._qkvz(x_ND), self._ba(x_ND)
-        qkv_NC, z_NX = qkvz.split([sum(self._widths), self._widths[-1]], dim=-1)
-        states.stash(index, plan.num_tree_rows, qkv_NC, ba_N2H)
-        o_NHv = self._advance(qkv_NC, ba_N2H, plan, states, index)
-        assert o_NHv is not None
-        normed_NHv = self.kernels.rms_norm(o_NHv, self._norm_v, self.eps)
-        gated_NX = normed_NHv.flatten(1) * F.silu(z_NX.float())
-        return self.tp.all_reduce_(self._out(gated_NX.to(x_ND.dtype)))
+        assert kv.states is not None
+        qkv_NC, z_NX = self._qkvz(x_ND).split([self._net.conv_4C.shape[1], self._num_values], dim=-1)
+        o_NHv = self.kernels.delta_net(qkv_NC, self._ba(x_ND), self._net, plan, kv.states.layer(index))
+        return self.tp.all_reduce_(self._out(self.kernels.gated_norm(o_NHv, z_NX, self._norm_v, self.eps)))
 
     def fold(self, row_A: Tensor, plan: DeltaPlan, states: StatePool, index: int) -> None:
         """Move states on by these stashed rows, which `plan` describes as chains."""
-        self._advance(*states.stashed(index, row_A), plan, states, index, has_outputs=False)
-
-    def _advance(
-        self,
-        qkv_NC: Tensor,
-        ba_N2H: Tensor,
-        plan: DeltaPlan,
-        states: StatePool,
-        index: int,
-        *,
-        has_outputs: bool = True,
-    ) -> Tensor | None:
-        """Return the delta rule's outputs [N, H, v], and write the states of all requests that are not trees."""
-        state, inputs = states.layer(index)
-        inputs_XC = torch.cat((inputs.index_select(0, plan.read_B).flatten(0, 1), qkv_NC))
-        taps = zip(plan.window_CN, self._conv_4C, strict=True)
-        mixed_NC = F.silu(sum(inputs_XC.index_select(0, row_N) * weight_C for row_N, weight_C in taps))
-        q_NX, k_NX, v_NX = mixed_NC.split(self._widths, dim=-1)
-        b_NH, a_NH = ba_N2H.float().chunk(2, dim=-1)
-        rows = (
-            _l2norm(k_NX.unflatten(1, (self.num_keys, self.key_dim))),
-            v_NX.unflatten(1, (self.num_heads, self.value_dim)),
-            b_NH.sigmoid(),
-            self._decay_H * F.softplus(a_NH + self._dt_bias_H),
-        )
-        if has_outputs:
-            q_NKd = _l2norm(q_NX.unflatten(1, (self.num_keys, self.key_dim))) * self.key_dim**-0.5
-        outputs = [rows[1][:0]]
-        for own in plan.pieces:
-            size = own.path_BRR.shape[:2]
-            q = q_NKd.index_select(0, own.row_P).unflatten(0, size) if has_outputs else None
-            k, v, beta, g = (x.index_select(0, own.row_P).unflatten(0, size) for x in rows)
-            before, last_B = state.index_select(0, own.read_B), None if own.write_B is None else own.last_B
-            out, behind = delta_rule(q, k, v, beta, g, own.path_BRR, before, last_B)
-            if out is not None:
-                outputs.append(out.flatten(0, 1))
-            if own.write_B is not None and behind is not None:
-                state.index_copy_(0, own.write_B, behind)
-                if own.keep_K is not None and own.kept_K is not None:
-                    state.index_copy_(0, own.keep_K, behind.index_select(0, own.kept_K))
-        inputs.index_copy_(0, plan.write_W, inputs_XC[plan.tail_W3])
-        return torch.cat(outputs).index_select(0, plan.order_N) if has_outputs else None
+        self.kernels.delta_fold(row_A, self._net, plan, states.layer(index))
 
 
 def _ungrouped(widths: list[int], num_groups: int, device: torch.device) -> Tensor:
     """Return the rows of groups that have parts of these widths, ordered by part."""
     row_GX = torch.arange(num_groups * sum(widths), device=device).view(num_groups, -1)
     return torch.cat([own.flatten() for own in row_GX.split(widths, dim=1)])
-
-
-def _l2norm(x: Tensor) -> Tensor:
-    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
