@@ -8,6 +8,7 @@ There is one table per part:
     trees      launches, calls and bytes of a draft by requests, nodes and levels, and the time that a GPU would take
     calls      launches, copies and replays that the host makes in a step, on the simulated device
     bytes      what a forward's attention plan sends to the device, on the simulated device
+    attention  the programs of attention over requests of different lengths, and the host's time for their list
     host       thread CPU time of the host's code in a step; the models' own time is left out
     engine     thread CPU time of the engine's stages for up to 256 requests, beside simulated models
     buckets    the share of steps that are replayed from a graph, in simulated traffic
@@ -55,6 +56,7 @@ from drafter.tree.tree_graphs import Shape, TreeGraphs
 from secateur.cli.bench import say
 from tests.drafter.tree.test_tree_graphs import message
 from tests.support import checkpoints
+from tests.support.attention_cases import busiest, trees_behind
 from tests.support.engine_here import Pair, engine_here
 from tests.support.engines import BUNDLED, DYNAMIC, bundled
 from tests.support.fakes import Counting, FakeTarget
@@ -67,14 +69,14 @@ from workers.comm.channel import Received
 from workers.comm.ipc import FrameSocket, Submit
 from workers.comm.wire import Kind
 from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
-from workers.cuda_graphs import Size, decoder_graphs, fitting, sizes
+from workers.cuda_graphs import Size, decoder_graphs, fitting, padded, sizes
 from workers.kernels import fused, pointwise
 from workers.models.layers import Runtime
 from workers.models.readers import read_spec
 from workers.settings import Constraints, SamplingSettings
 from workers.types import AttentionMetadata, DraftReply, DraftRequest, SamplingBatch, TargetStep, TreeBatch
 
-PARTS = ("launches", "trees", "calls", "bytes", "host", "engine", "buckets", "cuts", "kernels")
+PARTS = ("launches", "trees", "calls", "bytes", "attention", "host", "engine", "buckets", "cuts", "kernels")
 BATCHES = (1, 8, 32)
 MANY = (1, 32, 64, 128, 256)
 NUM_STEPS, WARM_UP, NUM_ROUNDS = 50, 20, 5
@@ -247,28 +249,58 @@ def bytes_sent() -> Table:
             for step in range(-1, num_steps):
                 # Lengths differ, so that some requests gain a page in every step.
                 base_B = num_tokens + 4 * step + np.arange(num_requests, dtype=np.int32)
-                num_pages_B = -(-(base_B + 17) // size)
-                page_BP = 1 + np.arange(num_requests, dtype=np.int32)[:, None] * width + np.arange(num_pages_B.max())
-                table_BP = np.where(np.arange(num_pages_B.max()) < num_pages_B[:, None], page_BP, 0).astype(np.int32)
-                row_N = np.tile(np.arange(17), num_requests)
-                metadata = AttentionMetadata(
-                    query_offsets=17 * np.arange(num_requests + 1, dtype=np.int32),
-                    page_table_BP=table_BP,
-                    base_B=base_B,
-                    slot_N=base_B.repeat(17) + row_N.astype(np.int32),
-                    visible_N=base_B.repeat(17),
-                    ancestors_N=(2 << row_N) - 1,
-                )
+                metadata = trees_behind(base_B, size, pages_each=width)
+                table_BP = metadata.page_table_BP
                 before = cuda.num_bytes_sent
                 if plan is None:  # as a graph's, for the longest request; filled for the first time
                     widest = np.pad(table_BP, ((0, 0), (0, width - table_BP.shape[1])))
-                    plan = fused.plan(replace(metadata, page_table_BP=widest), size, group_size=4, device="cuda")
+                    plan = fused.plan(
+                        replace(metadata, page_table_BP=widest), size, group_size=4, kv_heads=8, device="cuda"
+                    )
                 else:
-                    fused.plan(metadata, size, group_size=4, device="cuda", into=plan)
+                    fused.plan(metadata, size, group_size=4, kv_heads=8, device="cuda", into=plan)
                     sent += cuda.num_bytes_sent - before
         assert plan is not None
         rest = plan.buffer.nbytes
         yield [f"{num_requests} x {num_tokens}", rest, round(sent / num_steps) - rest, 4 * table_BP.size]
+
+
+# ---- attention
+
+
+def attention() -> Table:
+    """Yield the programs of attention by the lengths of requests, with 32 query and 8 key-value heads of width 128.
+
+    A program's work is its number of keys. Programs go in their order to the first of 132 multiprocessors that is free.
+    """
+    yield [
+        "requests and their tokens", "rows each", "programs", "keys of the longest", "of the busiest multiprocessor",
+        "of the mean", "of the busiest with as many pieces for every tile", "us for the list", "us for the whole plan",
+    ]  # fmt: skip
+    one, many = [1024], [1024] * 31
+    for name, lengths in (
+        ("1 x 1k", one), ("1 x 64k", [65536]), ("32 x 3k", 32 * [3072]), ("31 x 1k, 1 x 64k", [*many, 65536]),
+        ("31 x 1k, 1 x 128k", [*many, 131072]), ("256 x 1k", 256 * one), ("255 x 1k, 1 x 64k", [*255 * one, 65536]),
+    ):  # fmt: skip
+        for num_rows in (1, 17):
+            base_B, size = np.array(lengths) - num_rows, Size.of(num_rows * len(lengths), len(lengths))
+            step = padded(trees_behind(base_B, 16, num_rows=num_rows), size)
+            plan = fused.plan(step, 16, group_size=4, kv_heads=8, dtype=torch.bfloat16)
+            _, rows, _, _, begin, end, count = plan.pieces_W7S[0].numpy()
+            keys = (end - begin)[rows > 0].repeat(8)
+            whole = np.add.reduceat(end - begin, count.nonzero()[0])  # keys of each tile
+            alike = 1 << max(0, 32 // plan.shape.num_tiles).bit_length() >> 1 or 1
+            times = [
+                round(1e3 * _fastest_ms(call, [None] * NUM_STEPS), 1)
+                for call in (
+                    lambda _, plan=plan: plan._list_pieces(),
+                    lambda _, plan=plan, step=step: plan.fill(step, 0),
+                )
+            ]
+            yield [
+                name, num_rows, len(keys), int(keys.max()), busiest(keys), round(keys.sum() / 132),
+                busiest(np.tile(whole / alike, 8 * alike)), *times,
+            ]  # fmt: skip
 
 
 # ---- the host's time
@@ -675,8 +707,9 @@ def main() -> None:
     made.add_argument("--archs", type=int, nargs="+", default=[80, 90, 100], help="compute capabilities x 10")
     options = made.parse_args()
     counters: dict[str, Callable[[], Table]] = {
-        "launches": launches, "trees": trees, "calls": calls, "bytes": bytes_sent, "host": host,
-        "engine": engine_stages, "buckets": buckets, "cuts": cuts, "kernels": partial(kernels, options.archs),
+        "launches": launches, "trees": trees, "calls": calls, "bytes": bytes_sent, "attention": attention,
+        "host": host, "engine": engine_stages, "buckets": buckets, "cuts": cuts,
+        "kernels": partial(kernels, options.archs),
     }  # fmt: skip
     torch.set_num_threads(1)
     about = {"command": command(), "torch": torch.__version__, "hardware": "without a GPU"}

@@ -60,11 +60,10 @@ def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
         block_size = pass_depth(spec, tree)
     if own and ranks == 1 and not block_size and (trees := shapes(config)):
         B, most_rows = max(shape.requests for shape in trees), trees[0].requests * trees[0].nodes
-        table = 4 * config.pages_for(config.max_model_len)
         buffers += (
             B * (layers.hidden_size * item + 4 * V) + most_rows * (H * item + 4 * 8) + (most_rows + B) * STATE_ROW_BYTES
         )
-        buffers += sum(plan_bytes(shape, b * n, b, table) for b, n in trees)
+        buffers += sum(plan_bytes(shape, config, b * n, b) for b, n in trees)
         best = 16 * tree.num_children * -(-V // _BLOCK)
         scored = max(min(b, requests_at_once(n, V)) * n for b, n in trees)
         captured += pass_bytes(shape, config, most_rows) + scored * (logits + 4 * V + best + cut_bytes(V))

@@ -14,8 +14,8 @@ MLP, with the residual stream before and behind attention, its norm, attention's
 their product; attention, with the residual stream, the input, queries, keys and values, R to rotate them, and W for
 keys and values that are clamped and then converted to 8 bits; and the end, where the taps are copied side by side.
 Hybrids have a fifth: a gated delta net, which computes in float32 from its convolution on.
-Attention's parts are float32 results of up to 64 splits of the keys; the splits of products with 8-bit weights are
-counted whether weights are in 8 bits or not, a few MB.
+Attention's parts are float32 results for pieces of the keys; the splits of products with 8-bit weights are counted
+whether weights are in 8 bits or not, a few MB.
 Transformers' classes are counted as if they were ours, mixtures of experts by their intermediate_size.
 
 Legend: D hidden width, I intermediate width, Q and C the widths of queries and of keys, d head width, T taps, X width
@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from workers.config import EngineConfig
 from workers.cuda_graphs import Size
 from workers.kernels.block_scaled import SPLIT_ROWS, num_splits
+from workers.kernels.host import PlanShape
 from workers.models.specs import DeltaSpec, ModelSpec
 
 LIBRARY_BYTES = 2 * (32 << 20)
@@ -38,8 +39,6 @@ _LISTED, _GROUP = 8192, 32
 """Values and columns of `workers.kernels.triton_truncation`: of a row's list, and of a group."""
 
 _MAX_BACKLOG, _MAX_WAITING = 256, 32768
-_KEYS_PER_SPLIT, _MAX_SPLITS, _MAX_PARTS, _MAX_PAIRS = 256, 64, 512, 128
-"""Limits of `workers.kernels.triton_attention`: splits, splits of all tiles and heads, and rows of a tile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,8 +185,9 @@ class PassShape:
 
 def pass_bytes(shape: PassShape, config: EngineConfig, num_rows: int) -> int:
     """Return the most bytes that a forward pass of these rows holds at once, its outputs included."""
-    splits = min(_MAX_SPLITS, config.max_model_len // _KEYS_PER_SPLIT)
-    parts = min(splits * num_rows * shape.queries, _MAX_PARTS * _MAX_PAIRS * shape.head) if splits > 1 else 0
+    # The fewer requests there are, the more rows a tile has; the more there are, the more tiles may be cut.
+    most_parts = _plan_shape(shape, config, num_rows, config.max_num_seqs + 1).num_parts
+    parts = most_parts * _plan_shape(shape, config, num_rows, 1).part_pairs * (shape.keys + shape.keys // shape.head)
     sums = min(num_rows, SPLIT_ROWS) * shape.most_split_sums
     items = shape.row_items(config.item_bytes, is_fp8_kv=config.kv_cache_dtype == "fp8")
     return num_rows * items * config.item_bytes + 4 * (parts + sums)
@@ -200,14 +200,25 @@ def graph_bytes(shape: PassShape, config: EngineConfig, sizes: Sequence[Size], *
     """
     if not sizes:
         return 0
-    table = 4 * config.pages_for(config.max_model_len)
     rows = max(size.rows for size in sizes)
-    plans = sum(plan_bytes(shape, size.rows, size.requests + 1, table) for size in sizes)
+    plans = sum(plan_bytes(shape, config, size.rows, size.requests + 1) for size in sizes)
     return rows * (input_bytes + widths * config.item_bytes) + plans
 
 
-def plan_bytes(shape: PassShape, num_rows: int, num_requests: int, table_bytes: int) -> int:
-    """Return the bytes of one step's attention plan. table_bytes: of the longest page table."""
-    tiles = num_rows + num_requests  # at most, with a single row each
-    rows = (2 + 2 * shape.num_windows) * num_rows
-    return 8 * (rows + (5 + shape.num_windows) * tiles) + num_requests * table_bytes
+def plan_bytes(shape: PassShape, config: EngineConfig, num_rows: int, num_requests: int) -> int:
+    """Return the bytes of one step's attention plan, with page tables as long as the longest request's."""
+    plan = _plan_shape(shape, config, num_rows, num_requests)
+    return 8 * sum(plan.sizes.values()) + 4 * num_requests * plan.table_width
+
+
+def _plan_shape(shape: PassShape, config: EngineConfig, num_rows: int, num_requests: int) -> PlanShape:
+    return PlanShape(
+        num_rows=num_rows,
+        num_requests=num_requests,
+        table_width=config.pages_for(config.max_model_len),
+        page_size=config.page_size,
+        group_size=shape.queries // shape.keys,
+        kv_heads=shape.keys // shape.head,
+        windows=(None,) * shape.num_windows,
+        is_float32=config.item_bytes == 4,
+    )

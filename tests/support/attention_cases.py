@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -36,6 +38,34 @@ def moved(metadata: AttentionMetadata, base_B: np.ndarray, page_table_BP: np.nda
         slot_N=metadata.slot_N + shift_N,
         visible_N=metadata.visible_N + shift_N,
     )
+
+
+def trees_behind(
+    base_B: np.ndarray, page_size: int, *, num_rows: int = 17, pages_each: int | None = None
+) -> AttentionMetadata:
+    """Return a step of chains of `num_rows` rows behind prefixes of these lengths.
+
+    Pages are numbered in order, `pages_each` for each request; None = as many as the longest one has.
+    """
+    row_N, base_N = np.tile(np.arange(num_rows), len(base_B)), base_B.repeat(num_rows)
+    pages_B = -(-(base_B + num_rows) // page_size)
+    page_BP = 1 + np.arange(len(base_B))[:, None] * (pages_each or pages_B.max()) + np.arange(pages_B.max())
+    return AttentionMetadata(
+        query_offsets=num_rows * np.arange(len(base_B) + 1, dtype=np.int32),
+        page_table_BP=np.where(np.arange(pages_B.max()) < pages_B[:, None], page_BP, 0).astype(np.int32),
+        base_B=base_B.astype(np.int32),
+        slot_N=(base_N + row_N).astype(np.int32),
+        visible_N=base_N.astype(np.int32),
+        ancestors_N=(2 << row_N) - 1,
+    )
+
+
+def busiest(programs: Iterable[int], processors: int = 132) -> int:
+    """Return the work of the busiest processor if each program goes, in this order, to the first that is free."""
+    free = [0] * processors
+    for work in programs:
+        heapq.heapreplace(free, free[0] + int(work))
+    return max(free)
 
 
 class Batch:
@@ -156,6 +186,7 @@ def compare(
         batch.page_size,
         windows=(None, window),
         group_size=q_heads // kv_heads,
+        kv_heads=kv_heads,
         first_slot=first_slot,
         dtype=dtype,
         device=device,

@@ -125,21 +125,18 @@ def _run(*command: str | Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def attention(
-    name: str, dtype: str, width: int, *, pairs: int, is_split: bool, kv_dtype: str | None = None, **constants: Any
-) -> Case:
+def attention(name: str, dtype: str, width: int, *, pairs: int, kv_dtype: str | None = None, **constants: Any) -> Case:
     """Return a case of the attention kernel, launched as `tree_attention` does."""
     padded = max(16, triton.next_power_of_2(width))
-    out = FLOAT if is_split else dtype
     return Case(
         name=f"attend: {name}",
         kernel=triton_attention._attend,
-        constants=dict(KV_HEADS=8, GROUP=4, WIDTH=width, PADDED_WIDTH=padded, PAGE=16, PAIRS=pairs, IS_SPLIT=is_split)
+        constants=dict(KV_HEADS=8, GROUP=4, WIDTH=width, PADDED_WIDTH=padded, PAGE=16, PAIRS=pairs)
         | dict(HAS_SOFTCAP=False, HAS_SINKS=False, UPCAST=False)
         | constants,
-        types=dict(q_ptr=dtype, kv_ptr=kv_dtype or dtype, out_ptr=dtype, partial_ptr=out, lse_ptr=out, sink_ptr=dtype)
+        types=dict(q_ptr=dtype, kv_ptr=kv_dtype or dtype, out_ptr=dtype, part_ptr=FLOAT, lse_ptr=FLOAT, sink_ptr=dtype)
         | dict(scale="fp32", softcap="fp32")
-        | dict.fromkeys(("tiles_ptr", "tile_lows_ptr", "visible_ptr", "lows_ptr", "ancestors_ptr"), INT64)
+        | dict.fromkeys(("pieces_ptr", "visible_ptr", "lows_ptr", "ancestors_ptr"), INT64)
         | dict(table_ptr="*i32"),
         num_warps=triton_attention.warps_of_tile(pairs),
         least_arch=80 if kv_dtype is None else 89,  # below, there is no conversion from e4m3
@@ -148,30 +145,27 @@ def attention(
 
 def cases() -> Iterator[Case]:
     """Yield a case for each kernel and each kind of its shapes."""
-    yield attention("a tree of 17 rows, bf16, 128", "*bf16", 128, pairs=128, is_split=True)
-    yield attention("a prompt, bf16, 128", "*bf16", 128, pairs=128, is_split=False)
-    yield attention("plain decoding, bf16, 128", "*bf16", 128, pairs=16, is_split=True)
-    yield attention("plain decoding, bf16, 128, odd", "*bf16", 128, pairs=16, is_split=False, q_head_stride=1)
-    yield attention("fp16, 80", "*fp16", 80, pairs=128, is_split=False)
-    yield attention("bf16, 256", "*bf16", 256, pairs=128, is_split=True)
-    yield attention(
-        "bf16, 256, softcap, sinks", "*bf16", 256, pairs=128, is_split=True, HAS_SOFTCAP=True, HAS_SINKS=True
-    )
-    yield attention("71 heads a group, bf16, 64", "*bf16", 64, pairs=128, is_split=True, GROUP=71, KV_HEADS=1)
-    for name, pairs, is_split in (("a tree of 17 rows", 128, True), ("a prompt", 128, False), ("decoding", 16, True)):
-        yield attention(f"{name}, bf16, 128, fp8 KV", "*bf16", 128, pairs=pairs, is_split=is_split, kv_dtype=FP8)
-    yield attention("fp16, 80, fp8 KV", "*fp16", 80, pairs=128, is_split=False, kv_dtype=FP8)
-    yield attention("bf16, 256, fp8 KV", "*bf16", 256, pairs=128, is_split=True, kv_dtype=FP8)
-    yield attention("fp32, 128, fp8 KV", "*fp32", 128, pairs=16, is_split=True, kv_dtype=FP8)
-    yield attention("fp32, 64", "*fp32", 64, pairs=16, is_split=True)
-    yield attention("fp32, 128", "*fp32", 128, pairs=16, is_split=True)
-    yield attention("fp32, 256", "*fp32", 256, pairs=16, is_split=False)
-    yield Case(
-        name="combine",
-        kernel=triton_attention._combine,
-        constants=dict(WIDTH=128, PADDED_WIDTH=128, SPLITS=64),
-        types=dict(partial_ptr=FLOAT, lse_ptr=FLOAT, out_ptr="*bf16"),
-    )
+    yield attention("a tree or a prompt, bf16, 128", "*bf16", 128, pairs=128)
+    yield attention("plain decoding, bf16, 128", "*bf16", 128, pairs=16)
+    yield attention("plain decoding, bf16, 128, odd", "*bf16", 128, pairs=16, q_head_stride=1)
+    yield attention("fp16, 80", "*fp16", 80, pairs=128)
+    yield attention("bf16, 256", "*bf16", 256, pairs=128)
+    yield attention("bf16, 256, softcap, sinks", "*bf16", 256, pairs=128, HAS_SOFTCAP=True, HAS_SINKS=True)
+    yield attention("71 heads a group, bf16, 64", "*bf16", 64, pairs=128, GROUP=71, KV_HEADS=1)
+    for name, pairs in (("a tree or a prompt", 128), ("plain decoding", 16)):
+        yield attention(f"{name}, bf16, 128, fp8 KV", "*bf16", 128, pairs=pairs, kv_dtype=FP8)
+    yield attention("fp16, 80, fp8 KV", "*fp16", 80, pairs=128, kv_dtype=FP8)
+    yield attention("bf16, 256, fp8 KV", "*bf16", 256, pairs=128, kv_dtype=FP8)
+    yield attention("fp32, 128, fp8 KV", "*fp32", 128, pairs=16, kv_dtype=FP8)
+    for width in (64, 128, 256):
+        yield attention(f"fp32, {width}", "*fp32", width, pairs=16)
+    for rows in (1, 32):
+        yield Case(
+            name=f"combine, {rows} rows each",
+            kernel=triton_attention._combine,
+            constants=dict(KV_HEADS=8, GROUP=4, WIDTH=128, PADDED_WIDTH=128, ROWS=rows, PIECES=32),
+            types=dict(part_ptr=FLOAT, lse_ptr=FLOAT, out_ptr="*bf16", pieces_ptr=INT64, first_pieces_ptr=INT64),
+        )
     for tokens, block in ((32, 256), (512, 16)):
         yield Case(
             name=f"copy {tokens} tokens",

@@ -50,20 +50,22 @@ class _Nodes(NamedTuple):
 
 
 def _attend(
-    q: Tensor, kv: Tensor, out: Tensor, partial: Tensor, lse: Tensor, sink: Tensor,
-    tiles: Tensor, tile_low: Tensor, table: Tensor, visible: Tensor, low: Tensor, ancestors: Tensor,
-    scale: float, softcap: float, num_rows: int, num_tiles: int, table_width: int, num_splits: int, *_: Any,
-    KV_HEADS: int, GROUP: int, WIDTH: int, PAGE: int, IS_SPLIT: bool, HAS_SOFTCAP: bool, HAS_SINKS: bool, **__: Any,
+    q: Tensor, kv: Tensor, out: Tensor, part: Tensor, lse: Tensor, sink: Tensor,
+    pieces: Tensor, table: Tensor, visible: Tensor, low: Tensor, ancestors: Tensor,
+    scale: float, softcap: float, num_pieces: int, table_width: int, *_: Any,
+    KV_HEADS: int, GROUP: int, WIDTH: int, PAGE: int, HAS_SOFTCAP: bool, HAS_SINKS: bool, **__: Any,
 ) -> None:  # fmt: skip
-    row = torch.arange(num_rows)
-    first, count, request, base, last = tiles.view(5, num_tiles)
-    tile = ((row[:, None] >= first) & (row[:, None] < first + count)).int().argmax(1)
+    row = torch.arange(len(out))
+    first, num_rows, request, base, begin, end, count = pieces.view(7, num_pieces)
+    is_own = (row[:, None] >= first) & (row[:, None] < first + num_rows)  # [N, pieces]
+    piece = is_own.int().argmax(1)
+    assert (is_own.sum(1) == count[piece]).all(), "the first piece of a row tells how many it has"
     slot = torch.arange(table_width * PAGE)
-    node = slot - base[tile, None]
+    node = slot - base[piece, None]
     is_ancestor = (node >= 0) & (node < 64) & (ancestors[row, None] >> node.clamp(0, 63) & 1 == 1)
     is_seen = (slot >= low[row, None]) & (slot < visible[row, None]) | is_ancestor
-    is_read = (slot >= tile_low[tile, None]) & (slot < last[tile, None])
-    pages = table.view(-1, table_width)[request[tile]].repeat_interleave(PAGE, dim=1)
+    is_read = is_own.int() @ ((slot >= begin[:, None]) & (slot < end[:, None])).int() > 0
+    pages = table.view(-1, table_width)[request[piece]].repeat_interleave(PAGE, dim=1)
     # Unread slots are absent. Slots that are read and masked must still hold finite numbers.
     stored = kv.view(torch.uint8) if kv.element_size() == 1 else kv  # torch indexes no 8-bit floats on a CPU
     kv_slots = stored[torch.where(is_read, pages * PAGE + slot % PAGE, 0)]
@@ -74,19 +76,10 @@ def _attend(
     score = softcap * (score / softcap).tanh() if HAS_SOFTCAP else score
     score = score.masked_fill(~(is_seen & is_read)[:, None], -torch.inf)
     if HAS_SINKS:
-        score = torch.cat([score, sink.float()[:, None].expand(num_rows, -1, -1)], dim=-1)
+        score = torch.cat([score, sink.float()[:, None].expand(len(row), -1, -1)], dim=-1)
         values = torch.cat([values, torch.zeros_like(values[:, :1])], dim=1)
     weights = score.softmax(-1).nan_to_num(0).unflatten(1, (KV_HEADS, GROUP))
-    attended = torch.einsum("nkgs,nskd->nkgd", weights, values).flatten(1, 2)
-    if not IS_SPLIT:
-        out.copy_(attended)
-        return
-    partial.zero_()[0].copy_(attended)
-    lse.fill_(-torch.inf)[0].copy_(score.logsumexp(-1) / torch.log(torch.tensor(2.0)))
-
-
-def _combine(partial: Tensor, lse: Tensor, out: Tensor, *_: Any, **__: Any) -> None:
-    out.copy_((partial * (lse * torch.log(torch.tensor(2.0))).softmax(0).nan_to_num(0)[..., None]).sum(0))
+    out.copy_(torch.einsum("nkgs,nskd->nkgd", weights, values).flatten(1, 2))
 
 
 def _multiply(
@@ -147,7 +140,7 @@ def _top_of_row(
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Stand in for the launches before `_search`, which does the whole work."""
+    """Stand in for the launches around `_attend` and `_search`, which do the whole work."""
 
 
 def _search(
@@ -374,7 +367,6 @@ TWINS = {
     twin.__name__: twin
     for twin in (
         _attend,
-        _combine,
         _multiply,
         _add_splits,
         _draw,
@@ -392,7 +384,7 @@ TWINS = {
         _place_static,
         _gather_features,
     )
-} | dict.fromkeys(("_groups", "_bound", "_list"), _nothing)
+} | dict.fromkeys(("_combine", "_groups", "_bound", "_list"), _nothing)
 
 _GROWTH = (_penalize, _mask_min_p, _best_of_block, _score_children, _keep_best, _place_static, _gather_features)
 

@@ -1,12 +1,101 @@
-"""Host computations that planners share: bitmasks of ancestors, and where a row's keys end."""
+"""Host computations that planners share: the sizes of a plan, bitmasks of ancestors, and where a row's keys end."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from workers.types import AttentionMetadata
 
 BITS = np.arange(64)
+
+_PROGRAMS = 256
+"""No program has more keys than this part of all: then there are about two per multiprocessor of an H100 or H200."""
+KEYS_PER_BLOCK = 64
+"""Keys that a program reads at once, at most; pieces are cut at multiples of it."""
+_MAX_PAIRS = 128
+"""With four query heads to a key-value head, the 17 rows of the default tree fill one tile, and read every key once."""
+_MAX_FLOAT32_PAIRS = 16
+"""float32 is multiplied without tensor cores, and operands wait in registers: 64 pairs spilled 5 to 7 KB a thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanShape:
+    """The parameters for which a launch is compiled and captured. Everything else in a plan may change."""
+
+    num_rows: int
+    num_requests: int
+    table_width: int
+    page_size: int
+    group_size: int
+    kv_heads: int
+    windows: tuple[int | None, ...]
+    is_float32: bool = False
+
+    @property
+    def tile_pairs(self) -> int:
+        """M: (row, query head) pairs per tile: those of an average request, between 16 and 128.
+
+        In a graph's bucket the last request owns the padding alone, so it is not counted.
+        """
+        rows = -(-self.num_rows // max(1, self.num_requests - 1))
+        most = _MAX_FLOAT32_PAIRS if self.is_float32 else _MAX_PAIRS
+        return max(16, min(most, power_of_2(rows * self.group_size)), power_of_2(self.group_size))
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows per tile."""
+        return self.tile_pairs // self.group_size
+
+    @property
+    def num_tiles(self) -> int:
+        """Number of tiles, sufficient for any distribution of the rows over the requests."""
+        return self.num_rows // self.tile_rows + self.num_requests
+
+    @property
+    def num_cuts(self) -> int:
+        """Number by which the keys of all tiles are divided for the most keys of a piece."""
+        blocks = self.num_tiles * (self.table_width * self.page_size // KEYS_PER_BLOCK)
+        return max(1, min(_PROGRAMS // self.kv_heads, blocks))
+
+    @property
+    def num_pieces(self) -> int:
+        """S: number of pieces, sufficient for any lengths: rounding up adds less than one to a tile's share."""
+        return self.num_tiles + self.num_cuts
+
+    @property
+    def num_parts(self) -> int:
+        """Number of pieces, sufficient for the tiles that are cut: each has more than one share of the keys."""
+        return self.num_cuts + min(self.num_tiles, self.num_cuts)
+
+    @property
+    def part_pairs(self) -> int:
+        """Pairs of a part: those of the most rows that a tile can have."""
+        return min(self.num_rows, self.tile_rows) * self.group_size
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Elements of the plan's parts on the device; rows have even widths, so that each begins at 16 bytes."""
+        N, S, W = even(self.num_rows), even(self.num_pieces), len(self.windows)
+        return {
+            "write_slots": N,
+            "visible": N,
+            "lows": W * N,  # first slot of its prefix that a row attends to
+            "ancestors": W * N,
+            "first_pieces": W * N,  # of the row's tile; its other pieces follow
+            "pieces": W * 7 * S,  # see `workers.kernels.triton_attention.TiledPlan`
+        }
+
+
+def even(value: int) -> int:
+    """Round up to an even number."""
+    return value + value % 2
+
+
+def power_of_2(value: int) -> int:
+    """Round up to a power of 2."""
+    return 1 << max(0, value - 1).bit_length()
 
 
 def bits_of(mask: np.ndarray) -> np.ndarray:

@@ -62,6 +62,7 @@ class Kernels(Protocol):
         *,
         windows: Sequence[int | None] = (None,),
         group_size: int = 1,
+        kv_heads: int = 1,
         first_slot: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -73,6 +74,7 @@ class Kernels(Protocol):
             windows: the distinct sliding windows of the model's layers (None = full attention). A window w lets a row
                 see itself and the w - 1 positions before it, along its own path.
             group_size: query heads per key-value head (on this rank).
+            kv_heads: key-value heads (on this rank): the more there are, the less need their work be cut.
             first_slot: rows never attend to logical slots below it (1 for an EAGLE drafter, whose slot 0 is empty).
             dtype: dtype of the queries.
             into: an earlier plan for the same numbers of rows and requests, and at least as many pages. Triton kernels

@@ -1,29 +1,33 @@
 """Tree attention over the paged KV cache in Triton: the counterpart of `workers.kernels.torch_attention`.
 
 Split-KV over the sequence as in Flash-Decoding (Dao et al. 2023), with the online softmax of FlashAttention-2
-(Dao 2023). A *tile* is a few packed rows of one request; a program takes one tile, one key-value head and one *split*
-of the tile's keys, and the query heads that share this key-value head are folded into the rows:
+(Dao 2023). A *tile* is a few packed rows of one request, whose keys the plan cuts into *pieces*; a program takes one
+piece and one key-value head, and the query heads that share this key-value head are folded into the rows:
 
-    m, l, o  =  running max, sum and weighted values over the split's blocks of keys, per (row, query head)
+    m, l, o  =  running max, sum and weighted values over the piece's blocks of keys, per (row, query head)
     S = q K^T scale     a row sees slot s if  low <= s < visible  or  bit s - base of its ancestors is set
     m' = max(m, S)      l = l e^(m - m') + sum e^(S - m')      o = o e^(m - m') + e^(S - m') V
-    combine:            out = sum_i w_i o_i / l_i,   w = softmax_i (m_i + log l_i)  over the splits i
+    combine:            out = sum_i w_i o_i / l_i,   w = softmax_i (m_i + log l_i)  over the pieces i of a tile
 
-A softcap c replaces S with c tanh(S / c). A sink is an additional score without a value, added in the first split.
+A softcap c replaces S with c tanh(S / c). A sink is an additional score without a value, added in the first piece.
+
+The plan lists the pieces, the longest tiles first. No piece has more keys than a fixed share of all tiles' keys, so one
+long request among short ones occupies as many programs as its length deserves. How many pieces a tile has, and with it
+the order in which a row's values are added, thus depends on the lengths of the other requests of the step.
 
 Sliding windows need no kernel code: the plan converts a window along a row's path into a higher `low` and an ancestor
-mask without the oldest bits. Apart from data, a launch depends only on `PlanShape`, so a captured launch serves every
-step of that shape; its plan is filled in place.
+mask without the oldest bits, and has a list for each window. Apart from data, a launch depends only on `PlanShape`, so
+a captured launch serves every step of that shape; its plan is filled in place.
 
-Legend: N packed rows, B requests, P pages of a request, T tiles, M (row, query head) pairs of a tile, H key-value
-heads, G query heads of each, d head width.
+Legend: N packed rows, B requests, P pages of a request, T tiles, S pieces, W windows, M (row, query head) pairs of a
+tile, H key-value heads, G query heads of each, d head width.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -32,59 +36,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.kernels.host import BITS, bits_of, keys_N
+from workers.kernels.host import BITS, KEYS_PER_BLOCK, PlanShape, bits_of, keys_N, power_of_2
 from workers.kernels.interpreted import is_interpreted
 from workers.transfer import to_device
 from workers.types import AttentionMetadata
 
-_PROGRAMS = 256
-"""Work is split until there are this many programs: about two per multiprocessor of an H100 or H200."""
-_KEYS_PER_SPLIT = 256
-"""Minimum number of keys per split."""
-_MAX_SPLITS = 64
-_MAX_PAIRS = 128
-"""With four query heads to a key-value head, the 17 rows of the default tree fill one tile, and read every key once."""
-_MAX_FLOAT32_PAIRS = 16
-"""float32 is multiplied without tensor cores, and operands wait in registers: 64 pairs spilled 5 to 7 KB a thread."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanShape:
-    """The parameters for which a launch is compiled and captured. Everything else in a plan may change."""
-
-    num_rows: int
-    num_requests: int
-    table_width: int
-    page_size: int
-    group_size: int
-    windows: tuple[int | None, ...]
-    is_float32: bool = False
-
-    @property
-    def tile_pairs(self) -> int:
-        """M: (row, query head) pairs per tile: those of an average request, between 16 and 128.
-
-        In a graph's bucket the last request owns the padding alone, so it is not counted.
-        """
-        rows = -(-self.num_rows // max(1, self.num_requests - 1))
-        most = _MAX_FLOAT32_PAIRS if self.is_float32 else _MAX_PAIRS
-        return max(16, min(most, _power_of_2(rows * self.group_size)), _power_of_2(self.group_size))
-
-    @property
-    def tile_rows(self) -> int:
-        """Rows per tile."""
-        return self.tile_pairs // self.group_size
-
-    @property
-    def num_tiles(self) -> int:
-        """Number of tiles, sufficient for any distribution of the rows over the requests."""
-        return self.num_rows // self.tile_rows + self.num_requests
-
-    def num_splits(self, kv_heads: int) -> int:
-        """Number of splits of each tile's keys."""
-        most = self.table_width * self.page_size // _KEYS_PER_SPLIT
-        wanted = _PROGRAMS // max(1, self.num_tiles * kv_heads)
-        return _power_of_2(max(1, min(most, wanted, _MAX_SPLITS)))
+_COMBINED_BLOCKS = 64
+"""The most blocks of rows among which `_combine` is divided: most rows of many have nothing to combine."""
 
 
 _SMALL_TABLE = 1 << 15
@@ -119,32 +77,29 @@ class DeviceTable:
 
 
 class TiledPlan:
-    """One step's attention, for all layers: on the device, all but the page table in one buffer (int64)."""
+    """One step's attention, for all layers: on the device, all but the page table in one buffer (int64).
+
+    A piece has its tile's first row, number of rows, request and base, its own first slot and one past its last, and
+    the number of its tile's pieces if it is the first of them, else 0.
+    """
 
     def __init__(self, shape: PlanShape, device: torch.device | str) -> None:
-        # With even widths, every row starts at a multiple of 16 bytes, and one compiled kernel serves all steps.
-        N, T, W = _even(shape.num_rows), _even(shape.num_tiles), len(shape.windows)
-        sizes = {
-            "write_slots": N,
-            "visible": N,
-            "lows": W * N,  # first slot of its prefix that a row attends to
-            "ancestors": W * N,
-            "tiles": 5 * T,  # first row, number of rows, request, its base, one past the last slot
-            "tile_lows": W * T,  # first slot
-        }
+        sizes, W = shape.sizes, len(shape.windows)
         self.shape = shape
         self.buffer = torch.zeros(sum(sizes.values()), dtype=torch.int64, device=device)
         parts = dict(zip(sizes, self.buffer.split(list(sizes.values())), strict=True))
         self.write_slots_N = parts["write_slots"][: shape.num_rows]
-        self.visible_N = parts["visible"]
-        self.lows_WN, self.ancestors_WN = parts["lows"].view(W, N), parts["ancestors"].view(W, N)
-        self.tiles_5T, self.tile_lows_WT = parts["tiles"].view(5, T), parts["tile_lows"].view(W, T)
+        self.visible_N, self.pieces_W7S = parts["visible"], parts["pieces"].view(W, 7, -1)
+        self.lows_WN, self.ancestors_WN, self.first_pieces_WN = (
+            parts[name].view(W, -1) for name in ("lows", "ancestors", "first_pieces")
+        )
         self._table = DeviceTable(shape.num_requests, shape.table_width, device)
         self.table_BP = self._table.on_device_BP
         # The host's image of the buffer, by the same parts: one vectorised pass fills it, and one copy sends it.
         self._image = np.zeros(len(self.buffer), dtype=np.int64)
-        rows, tiles = np.split(self._image, [(2 + 2 * W) * N])
-        self._rows, self._tiles = rows.reshape(2 + 2 * W, N)[:, : shape.num_rows], tiles.reshape(5 + W, T)
+        rows, pieces = np.split(self._image, [-sizes["pieces"]])
+        self._rows, self._pieces = rows.reshape(2 + 3 * W, -1)[:, : shape.num_rows], pieces.reshape(W, 7, -1)
+        self._tiles = np.zeros((5 + W, shape.num_tiles), dtype=np.int64)
         self._sent = torch.from_numpy(self._image)
         self._tile_rows = shape.tile_rows
 
@@ -157,7 +112,8 @@ class TiledPlan:
         rows[1] = metadata.visible_N
         for w, window in enumerate(shape.windows):
             rows[2 + w], rows[2 + W + w] = _narrowed(metadata, owner_N, window, first_slot)
-        _fill_tiles(self._tiles, metadata, owner_N, rows[2 : 2 + W], self._tile_rows)
+        lowest_WN = _lowest(metadata, owner_N, rows[2 : 2 + W], shape.windows, first_slot)
+        _fill_tiles(self._tiles, metadata, owner_N, lowest_WN, self._tile_rows)
         self._metadata, self._owner_N, self._first_slot = metadata, owner_N, first_slot
         self._send()
 
@@ -179,9 +135,19 @@ class TiledPlan:
         self._rows[0] = moved.physical(owner_N, moved.slot_N, self.shape.page_size)
         self._rows[1] = moved.visible_N
         tiles[3:5] += shift_B[tiles[2]] * (tiles[1] > 0)
+        for w, window in enumerate(self.shape.windows):
+            if window is not None:
+                np.maximum(tiles[3] + 1 - window, self._first_slot, out=tiles[5 + w])
         self._send()
 
+    def _list_pieces(self) -> None:
+        for w, (pieces_7S, first_piece_N) in enumerate(
+            zip(self._pieces, self._rows[-len(self._pieces) :], strict=True)
+        ):
+            _fill_pieces(pieces_7S, first_piece_N, self._tiles[:5], self._tiles[5 + w], self.shape.num_cuts)
+
     def _send(self) -> None:
+        self._list_pieces()
         # The driver stages pageable memory before it returns, so this need not synchronize.
         self.buffer.copy_(self._sent, non_blocking=True)
         self._table.update(self._metadata.page_table_BP)
@@ -192,7 +158,7 @@ class TiledPlan:
         Everything else stays, so that `fill` must have covered every ancestor that a row may get. No slot of a tree may
         be below `first_slot`. With windows, a row's prefix must end at its tree's base.
         """
-        num_rows, base_T = self.shape.num_rows, self.tiles_5T[3]
+        num_rows = self.shape.num_rows
         for w, window in enumerate(self.shape.windows):
             if window is None:
                 self.ancestors_WN[w, :num_rows].copy_(ancestors_N)
@@ -204,8 +170,6 @@ class TiledPlan:
             self.ancestors_WN[w, :num_rows].copy_((kept_N64 << bit_64).sum(-1))
             low_N = self.visible_N[:num_rows] + bit_N64.sum(-1) - window
             self.lows_WN[w, :num_rows].copy_(low_N.clamp(min=self._first_slot))
-            # Each row has at least itself as ancestor, which bounds the first slot of a tile.
-            self.tile_lows_WT[w].copy_((base_T + 1 - window).clamp(min=self._first_slot))
 
 
 def plan(
@@ -214,6 +178,7 @@ def plan(
     *,
     windows: Sequence[int | None] = (None,),
     group_size: int = 1,
+    kv_heads: int = 1,
     first_slot: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
@@ -228,6 +193,7 @@ def plan(
             table_width=table_width,
             page_size=page_size,
             group_size=group_size,
+            kv_heads=kv_heads,
             windows=tuple(dict.fromkeys(windows)),
             is_float32=dtype == torch.float32,
         )
@@ -258,27 +224,26 @@ def tree_attention(
     if not N:
         return out_NHd.view(0, num_heads * d)
     w = shape.windows.index(window)
-    splits = shape.num_splits(H)
-    partial, lse = out_NHd, out_NHd  # unused
-    if splits > 1:
-        partial = torch.empty(splits, N, num_heads, d, dtype=torch.float32, device=q_NHd.device)
-        lse = torch.empty(splits, N, num_heads, dtype=torch.float32, device=q_NHd.device)
-    padded_d = max(16, _power_of_2(d))
+    pieces_7S, first_pieces_N = plan.pieces_W7S[w], plan.first_pieces_WN[w]
+    num_pieces, sizes = pieces_7S.shape[1], (shape.num_parts, H, shape.part_pairs)
+    part = torch.empty(*sizes, d, dtype=torch.float32, device=q_NHd.device)
+    lse = torch.empty(*sizes, dtype=torch.float32, device=q_NHd.device)
+    padded_d = max(16, power_of_2(d))
     keys = keys_of_block(shape.tile_pairs, padded_d, q_NHd.element_size(), _shared_bytes(q_NHd.device))
-    _attend[(shape.num_tiles, H, splits)](
-        q_NHd, kv_slots, out_NHd, partial, lse, q_NHd if sink_H is None else sink_H,
-        plan.tiles_5T, plan.tile_lows_WT[w], plan.table_BP, plan.visible_N, plan.lows_WN[w], plan.ancestors_WN[w],
-        scale, softcap or 0.0, N, plan.tiles_5T.shape[1], shape.table_width, splits, q_NHd.stride(0), q_NHd.stride(1),
+    _attend[(H, num_pieces)](
+        q_NHd, kv_slots, out_NHd, part, lse, q_NHd if sink_H is None else sink_H,
+        pieces_7S, plan.table_BP, plan.visible_N, plan.lows_WN[w], plan.ancestors_WN[w],
+        scale, softcap or 0.0, num_pieces, shape.table_width, shape.part_pairs, q_NHd.stride(0), q_NHd.stride(1),
         KV_HEADS=H, GROUP=shape.group_size, WIDTH=d, PADDED_WIDTH=padded_d, PAGE=shape.page_size,
-        PAIRS=shape.tile_pairs, KEYS=keys, IS_SPLIT=splits > 1,
+        PAIRS=shape.tile_pairs, KEYS=keys,
         HAS_SOFTCAP=softcap is not None, HAS_SINKS=sink_H is not None, UPCAST=is_interpreted(),
         num_warps=warps_of_tile(shape.tile_pairs), num_stages=2,
     )  # fmt: skip
-    if splits > 1:
-        _combine[(N * num_heads,)](
-            partial, lse, out_NHd, N * num_heads, WIDTH=d, PADDED_WIDTH=padded_d, SPLITS=splits,
-            num_warps=4 if splits > 16 else 1,
-        )  # fmt: skip
+    rows_each = power_of_2(-(-N // _COMBINED_BLOCKS))
+    _combine[(triton.cdiv(N, rows_each), num_heads)](
+        part, lse, out_NHd, pieces_7S, first_pieces_N, N, num_pieces, shape.part_pairs,
+        KV_HEADS=H, GROUP=shape.group_size, WIDTH=d, PADDED_WIDTH=padded_d, ROWS=rows_each, PIECES=32, num_warps=4,
+    )  # fmt: skip
     return out_NHd.view(N, num_heads * d)
 
 
@@ -309,15 +274,6 @@ def warps_of_tile(pairs: int) -> int:
     return 8 if pairs > 64 else 4
 
 
-def _even(value: int) -> int:
-    return value + value % 2
-
-
-def _power_of_2(value: int) -> int:
-    """Round up to a power of 2."""
-    return 1 << max(0, value - 1).bit_length()
-
-
 def _narrowed(
     metadata: AttentionMetadata, owner_N: np.ndarray, window: int | None, first_slot: int
 ) -> tuple[np.ndarray | int, np.ndarray]:
@@ -341,7 +297,7 @@ def _narrowed(
 
 
 def _fill_tiles(
-    tiles_XT: np.ndarray, metadata: AttentionMetadata, owner_N: np.ndarray, low_WN: np.ndarray, tile_rows: int
+    tiles_XT: np.ndarray, metadata: AttentionMetadata, owner_N: np.ndarray, lowest_WN: np.ndarray, tile_rows: int
 ) -> None:
     """Write the tiles of a `TiledPlan` and behind them their first slots; unused tiles have no rows."""
     tiles_XT[:] = 0
@@ -362,14 +318,46 @@ def _fill_tiles(
     own = tiles_XT[:, : len(first)]
     own[0], own[1], own[2], own[3] = first, count, request, metadata.base_B[request]
     np.maximum.reduceat(keys_N(metadata, owner_N), first, out=own[4])
-    np.minimum.reduceat(_lowest(metadata, owner_N, low_WN), first, axis=1, out=own[5:])
+    np.minimum.reduceat(lowest_WN, first, axis=1, out=own[5:])
 
 
-def _lowest(metadata: AttentionMetadata, owner_N: np.ndarray, low_WN: np.ndarray) -> np.ndarray:
-    """Return [W, N], the first slot of each row: `low`, or the tree's base if the window excludes the prefix."""
+def _lowest(
+    metadata: AttentionMetadata,
+    owner_N: np.ndarray,
+    low_WN: np.ndarray,
+    windows: Sequence[int | None],
+    first_slot: int,
+) -> np.ndarray:
+    """Return [W, N], the first slot of each row: `low`, or that of a root, for any ancestors that it may get."""
     if not metadata.has_ancestors:
         return low_WN
-    return np.where(metadata.ancestors_N != 0, np.minimum(low_WN, metadata.base_B[owner_N]), low_WN)
+    behind_root_W1 = np.array([[1 - (window or 1)] for window in windows])
+    root_low_WN = np.maximum(metadata.base_B[owner_N] + behind_root_W1, first_slot)
+    return np.where(metadata.ancestors_N != 0, np.minimum(low_WN, root_low_WN), low_WN)
+
+
+def _fill_pieces(
+    pieces_7S: np.ndarray, first_piece_N: np.ndarray, tiles_5T: np.ndarray, low_T: np.ndarray, num_cuts: int
+) -> None:
+    """List the pieces of the tiles, and the first piece of each row; unused pieces have no rows."""
+    minus_T = np.minimum(low_T - tiles_5T[4], -1)  # minus the number of keys, because // rounds down
+    order_T = minus_T.argsort(kind="stable")
+    minus_T = minus_T.take(order_T)
+    most = max(KEYS_PER_BLOCK, -(int(minus_T.sum()) // num_cuts))
+    each_T = minus_T // (minus_T // most * -KEYS_PER_BLOCK) * -KEYS_PER_BLOCK
+    count_T = -(minus_T // each_T)
+    first_T = count_T.cumsum() - count_T
+    place_T = np.empty_like(first_T)
+    place_T[order_T] = first_T
+    first_piece_N[:] = place_T.repeat(tiles_5T[1])
+    tile_S, each_S = order_T.repeat(count_T), each_T.repeat(count_T)
+    own = pieces_7S[:, : len(tile_S)]
+    own[:4], last_S = tiles_5T[:4].take(tile_S, axis=1), tiles_5T[4].take(tile_S)
+    own[4] = (np.arange(len(tile_S)) - place_T.take(tile_S)) * each_S + low_T.take(tile_S)
+    own[5] = np.minimum(own[4] + each_S, last_S)
+    own[6] = 0
+    own[6, first_T] = count_T
+    pieces_7S[1, len(tile_S) :] = 0
 
 
 @triton.jit
@@ -421,22 +409,22 @@ def _add_block(
 
 
 # Numbers that change between steps are not specialized, because each value could compile another kernel.
-@triton.jit(do_not_specialize=["num_rows", "num_tiles", "table_width", "num_splits"])
+@triton.jit(do_not_specialize=["num_pieces", "table_width", "part_pairs"])
 def _attend(
-    q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, sink_ptr,
-    tiles_ptr, tile_lows_ptr, table_ptr, visible_ptr, lows_ptr, ancestors_ptr,
-    scale, softcap, num_rows, num_tiles, table_width, num_splits, q_row_stride, q_head_stride,
+    q_ptr, kv_ptr, out_ptr, part_ptr, lse_ptr, sink_ptr,
+    pieces_ptr, table_ptr, visible_ptr, lows_ptr, ancestors_ptr,
+    scale, softcap, num_pieces, table_width, part_pairs, q_row_stride, q_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    PAIRS: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr,
+    PAIRS: tl.constexpr, KEYS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first_row = tl.load(tiles_ptr + tile)
-    tile_rows = tl.load(tiles_ptr + num_tiles + tile).to(tl.int32)
-    request = tl.load(tiles_ptr + 2 * num_tiles + tile)
-    base = tl.load(tiles_ptr + 3 * num_tiles + tile).to(tl.int32)
-    last_slot = tl.load(tiles_ptr + 4 * num_tiles + tile).to(tl.int32)
-    first_slot = tl.load(tile_lows_ptr + tile).to(tl.int32)
+    head, piece = tl.program_id(0), tl.program_id(1)  # programs start in this order: all heads of the longest first
+    first_row = tl.load(pieces_ptr + piece)
+    tile_rows = tl.load(pieces_ptr + num_pieces + piece).to(tl.int32)
+    request = tl.load(pieces_ptr + 2 * num_pieces + piece)
+    base = tl.load(pieces_ptr + 3 * num_pieces + piece).to(tl.int32)
+    begin = tl.load(pieces_ptr + 4 * num_pieces + piece).to(tl.int32)
+    end = tl.load(pieces_ptr + 5 * num_pieces + piece).to(tl.int32)
 
     pair = tl.arange(0, PAIRS)
     is_row = pair // GROUP < tile_rows
@@ -455,13 +443,10 @@ def _attend(
     low = tl.load(lows_ptr + row, mask=is_row, other=0).to(tl.int32)
     ancestors = tl.load(ancestors_ptr + row, mask=is_row, other=0)
 
-    blocks_each = tl.cdiv(tl.cdiv(last_slot - first_slot, KEYS), num_splits)
-    begin = first_slot + split * blocks_each * KEYS
-    end = tl.minimum(last_slot, begin + blocks_each * KEYS)
     # Blocks begin .. plain_begin are masked where windows differ, and those from plain_end on where rows end; between
     # them every row of the tile sees every slot.
     common_low = tl.max(tl.where(is_row, low, 0), 0)
-    common_end = tl.min(tl.where(is_row, visible, last_slot), 0)
+    common_end = tl.min(tl.where(is_row, visible, end), 0)
     num_blocks = tl.maximum(tl.cdiv(end - begin, KEYS), 0)
     num_before = tl.minimum(tl.cdiv(tl.maximum(common_low - begin, 0), KEYS), num_blocks)
     num_plain = tl.maximum(tl.maximum(tl.minimum(common_end, end) - begin, 0) // KEYS - num_before, 0)
@@ -481,45 +466,67 @@ def _attend(
             q, m, total, out, begin + block * KEYS, end, low, visible, ancestors, base, kv_ptr, table_ptr,
             scale, softcap, KV_HEADS, WIDTH, PADDED_WIDTH, PAGE, KEYS, True, HAS_SOFTCAP,
         )  # fmt: skip
+    count = tl.load(pieces_ptr + 6 * num_pieces + piece)
     if HAS_SINKS:
-        if split == 0:
+        if count > 0:  # the first of its tile
             sink = tl.load(sink_ptr + q_head).to(tl.float32) * 1.4426950408889634
             new_m = tl.maximum(m, sink)
             shrink = tl.exp2(m - new_m)
             total = total * shrink + tl.exp2(sink - new_m)
             out = out * shrink[:, None]
             m = new_m
-    is_empty = total == 0.0  # the row has no key in this split
+    is_empty = total == 0.0  # the row has no key in this piece
     total = tl.where(is_empty, 1.0, total)
     out = out / total[:, None]
 
-    place = row * (KV_HEADS * GROUP) + q_head
     is_out = is_row[:, None] & is_dim[None, :]
-    if IS_SPLIT:
-        place += split.to(tl.int64) * num_rows * (KV_HEADS * GROUP)
-        if not HAS_SINKS:  # the combination reads no values of a split without keys
-            is_out = (pair // GROUP < tl.where(num_blocks > 0, tile_rows, 0))[:, None] & is_dim[None, :]
-        tl.store(partial_ptr + place[:, None] * WIDTH + dim[None, :], out, mask=is_out)
-        tl.store(lse_ptr + place, tl.where(is_empty, float("-inf"), m + tl.log2(total)), mask=is_row)
-    else:
+    if count == 1:
+        place = row * (KV_HEADS * GROUP) + q_head
         tl.store(out_ptr + place[:, None] * WIDTH + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=is_out)
+    else:
+        place = (piece.to(tl.int64) * KV_HEADS + head) * part_pairs + pair
+        tl.store(part_ptr + place[:, None] * WIDTH + dim[None, :], out, mask=is_out)
+        tl.store(lse_ptr + place, tl.where(is_empty, float("-inf"), m + tl.log2(total)), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_rows", "num_pieces", "part_pairs"])
 def _combine(
-    partial_ptr, lse_ptr, out_ptr, num_pairs,
-    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    part_ptr, lse_ptr, out_ptr, pieces_ptr, first_pieces_ptr, num_rows, num_pieces, part_pairs,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    pair = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    dim = tl.arange(0, PADDED_WIDTH)
-    is_dim = dim < WIDTH
-    place = split * num_pairs + pair
-    lse = tl.load(lse_ptr + place)
-    best = tl.max(lse, 0)
-    weight = tl.exp2(lse - tl.where(best == float("-inf"), 0.0, best))
-    is_read = is_dim[None, :] & (weight > 0.0)[:, None]  # most splits of a short prefix have no key
-    partial = tl.load(partial_ptr + place[:, None] * WIDTH + dim[None, :], mask=is_read, other=0.0)
-    total = tl.sum(weight, 0)
-    out = tl.sum(partial * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + pair * WIDTH + dim, out.to(out_ptr.dtype.element_ty), mask=is_dim)
+    """Add up the pieces of ROWS rows, PIECES at a time; rows whose tile has one piece are done."""
+    q_head = tl.program_id(1)
+    begin = tl.program_id(0) * ROWS
+    rows = begin + tl.arange(0, ROWS)
+    firsts = tl.load(first_pieces_ptr + rows, mask=rows < num_rows, other=0)
+    if tl.max(tl.load(pieces_ptr + 6 * num_pieces + firsts, mask=rows < num_rows, other=0), 0) > 1:
+        dim = tl.arange(0, PADDED_WIDTH)
+        is_dim = dim < WIDTH
+        for row in range(begin, tl.minimum(begin + ROWS, num_rows)):
+            first = tl.load(first_pieces_ptr + row).to(tl.int32)
+            count = tl.load(pieces_ptr + 6 * num_pieces + first).to(tl.int32)
+            if count > 1:
+                pair = (row - tl.load(pieces_ptr + first).to(tl.int32)) * GROUP + q_head % GROUP
+                m = float("-inf")
+                total = 0.0
+                out = tl.zeros([PADDED_WIDTH], tl.float32)
+                for done in range(0, count, PIECES):
+                    piece = done + tl.arange(0, PIECES)
+                    is_piece = piece < count
+                    place = ((first + piece) * KV_HEADS + q_head // GROUP) * part_pairs + pair
+                    lse = tl.load(lse_ptr + place, mask=is_piece, other=float("-inf"))
+                    part = tl.load(
+                        part_ptr + place[:, None] * WIDTH + dim[None, :],
+                        mask=is_piece[:, None] & is_dim[None, :],
+                        other=0.0,
+                    )
+                    new_m = tl.maximum(m, tl.max(lse, 0))
+                    anchor = tl.where(new_m == float("-inf"), 0.0, new_m)
+                    weight, shrink = tl.exp2(lse - anchor), tl.exp2(m - anchor)
+                    total = total * shrink + tl.sum(weight, 0)
+                    out = out * shrink + tl.sum(part * weight[:, None], 0)
+                    m = new_m
+                out = out / tl.where(total == 0.0, 1.0, total)
+                place = (row * KV_HEADS * GROUP + q_head) * WIDTH + dim
+                tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=is_dim)

@@ -46,6 +46,7 @@ class PagedModel:
             page_size,
             windows=self._layer_shapes.windows if windows is None else windows,
             group_size=1 if is_latent else self.heads.num_heads // self.heads.num_kv_heads,
+            kv_heads=self.heads.num_kv_heads,
             first_slot=self.first_slot,
             dtype=self.dtype,
             device=self.device,

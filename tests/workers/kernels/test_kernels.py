@@ -6,6 +6,7 @@ Without a GPU the Triton kernels run in Triton's interpreter (`conftest.py`), so
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.attention_cases import CHAIN, LONG_CHAIN, RAGGED, TWO_BY_TWO, Batch, compare, moved
+from tests.support.attention_cases import (
+    CHAIN,
+    LONG_CHAIN,
+    RAGGED,
+    TWO_BY_TWO,
+    Batch,
+    busiest,
+    compare,
+    moved,
+    trees_behind,
+)
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing was shown about its kernels")
 import triton
@@ -27,7 +38,7 @@ from drafter.tree.frontier import DraftVocabulary
 from workers.kernels import compiled, fused, reference, triton_attention, triton_truncation
 from workers.kernels.interpreted import is_interpreted
 from workers.kernels.select import TORCH, Kernels, kernels_for
-from workers.kernels.triton_attention import DeviceTable, PlanShape
+from workers.kernels.triton_attention import DeviceTable
 from workers.kernels.triton_sampling import _gumbel, _philox
 from workers.kv_cache import FP8
 from workers.sampling import sampler
@@ -101,9 +112,73 @@ def test_a_prefix_of_any_length_is_split_and_merged(kernels: Kernels, prefix: in
     compare(kernels, batch, device=DEVICE, q_heads=2, kv_heads=1, causal=True)
 
 
-def test_long_prefixes_are_split() -> None:
-    shape = PlanShape(num_rows=7, num_requests=1, table_width=65, page_size=32, group_size=2, windows=(None,))
-    assert shape.num_splits(kv_heads=1) == 8
+@pytest.mark.parametrize(
+    ("width", "heads", "window", "dtype", "has_sinks"),
+    [
+        (64, (1, 2), None, torch.float32, True),
+        (80, (2, 3), 9, FP8, False),
+        (96, (1, 5), 250, torch.float32, True),
+        (128, (2, 1), 250, FP8, True),
+        (256, (1, 3), None, torch.float32, False),
+    ],
+    ids=str,
+)
+def test_random_batches_get_what_torch_computes(
+    width: int, heads: tuple[int, int], window: int | None, dtype: torch.dtype, has_sinks: bool
+) -> None:
+    """Planned for more heads, work is cut into fewer pieces, which the interpreter runs one by one."""
+    _skip_without_fp8(fused)
+    rng = random.Random(width)
+    trees = [[-1, *(rng.randrange(row) for row in range(1, rng.randint(1, 24)))] for _ in range(3)]
+    requests: list[tuple[int, list[int] | int]] = [(rng.choice([0, 40, 200, 700]), tree) for tree in trees]
+    batch = Batch([*requests, (rng.randint(0, 200), rng.randint(1, 30)), (600, [-1])], 16, seed=width)
+    kv_heads, group_size = heads
+    q = torch.randn(len(batch.owner), kv_heads * group_size, width).to(DEVICE)
+    kv = torch.randn(batch.num_slots, 2, kv_heads, width).to(dtype).to(DEVICE)
+    sink = torch.linspace(-1, 4, q.shape[1], device=DEVICE) if has_sinks else None
+    options: dict[str, Any] = {"windows": (None, window), "group_size": group_size, "kv_heads": 16, "device": DEVICE}
+    expected, out = (
+        kernels.tree_attention(
+            q, kv, kernels.plan(batch.metadata, 16, first_slot=width // 16 % 2, **options), 0.1, window, None, sink
+        )
+        for kernels in (reference, fused)
+    )
+    assert (out - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8, 300])
+def test_every_tile_is_cut_into_pieces_of_at_most_a_fixed_share(kv_heads: int) -> None:
+    """The pieces of a tile follow one another and cover its keys; those of tiles that are cut come first."""
+    rng = np.random.default_rng(kv_heads)
+    for _ in range(30):
+        base_B, num_rows = rng.integers(0, 10 ** rng.integers(2, 6, rng.integers(1, 40))), int(rng.integers(1, 40))
+        step = trees_behind(base_B, 16, num_rows=num_rows)
+        options: dict[str, Any] = {"group_size": 4, "kv_heads": kv_heads, "dtype": torch.bfloat16}
+        plan = fused.plan(step, 16, windows=(None, 300), **options)
+        for window, pieces_7S, first_piece_N in zip((1, 300), plan.pieces_W7S, plan.first_pieces_WN, strict=True):
+            first, rows, request, base, begin, end, count = pieces_7S[:, pieces_7S[1] > 0].numpy()
+            heads = count.nonzero()[0]
+            assert sorted(first[heads]) == sorted(set(first)) and rows[heads].sum() == len(step.slot_N)
+            for head, n in zip(heads, count[heads], strict=True):
+                own = slice(head, head + n)
+                assert (first[own] == first[head]).all() and (begin[own][1:] == end[own][:-1]).all()
+                assert (n == 1) or head + n <= plan.shape.num_parts
+                last_row = first[head] + rows[head] - 1
+                assert end[own][-1] == step.slot_N[last_row] + 1 and base[head] == base_B[request[head]]
+                assert begin[head] == (0 if window == 1 else max(0, base[head] + 1 - window))
+                assert (first_piece_N[first[head] : last_row + 1] == head).all()
+            share = -(-(end - begin).sum() // plan.shape.num_cuts)
+            assert (end - begin).max() < max(64, share) + 64
+
+
+@pytest.mark.parametrize("num_rows", [1, 17])
+def test_a_long_request_keeps_no_processor_longer_than_the_same_work_evenly(num_rows: int) -> None:
+    work = []
+    for lengths in ([3072] * 32, [*[1024] * 31, 65536]):
+        step = trees_behind(np.array(lengths), 16, num_rows=num_rows)
+        pieces_7S = fused.plan(step, 16, group_size=4, kv_heads=8, dtype=torch.bfloat16).pieces_W7S[0]
+        work.append(busiest((pieces_7S[5] - pieces_7S[4]).repeat_interleave(8)))
+    assert work[1] < 1.3 * work[0]
 
 
 @both
@@ -190,7 +265,7 @@ def test_an_empty_batch_is_empty(kernels: Kernels) -> None:
 def test_every_part_of_a_plan_begins_at_16_bytes(num_rows: int) -> None:
     """Triton recompiles a kernel for less aligned pointers, and steps have all sizes."""
     plan = fused.plan(Batch([(3, num_rows), (0, 2)], 16).metadata, 16, windows=(None, 8, 3), device=DEVICE)
-    rows = [plan.visible_N, plan.tiles_5T, plan.table_BP, *plan.lows_WN, *plan.ancestors_WN, *plan.tile_lows_WT]
+    rows = [plan.visible_N, plan.table_BP, *plan.lows_WN, *plan.ancestors_WN, *plan.first_pieces_WN, *plan.pieces_W7S]
     assert all(row.data_ptr() % 16 == plan.buffer.data_ptr() % 16 for row in rows)
 
 
