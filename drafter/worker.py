@@ -114,7 +114,7 @@ def _serve(world: World, drafter: Drafter, heads: HeadLoader | None, *, has_nois
         assert isinstance(received.message, DraftRequest)
         with naming_lost_peers(world.role, received.step):
             reply = drafter.draft(received.message)
-        if world.link is not None:
+        if world.link is not None and received.message.is_answered:
             world.link.send(reply, received.step)
         if has_noise:
             drafter.prefetch_noise(received.message, world.device)

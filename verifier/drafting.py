@@ -46,23 +46,27 @@ class Drafting:
         plan, exchange = self._controller.plan(step, running), None
         if plan.inputs:
             exchange = self._exchange(plan, number, while_waiting)
-        if exchange is None and not plan.lookup_drafts:
-            return Drafts(plan, DraftBatch.bare([request.tokens[-1] for request in step.decode]), None)
-        has_tree = set() if exchange is None else {request for request, own in plan.inputs.items() if own.num_nodes}
+        reply = None if exchange is None else exchange.reply
+        if reply is None and not plan.lookup_drafts:
+            return Drafts(plan, DraftBatch.bare([request.tokens[-1] for request in step.decode]), exchange)
+        has_tree = set() if reply is None else {request for request, own in plan.inputs.items() if own.num_nodes}
         drafted = [request in has_tree for request in step.decode]
         chains = [request.tokens[-1:] for request in step.decode]
         if plan.lookup_drafts:
             chains = [[*own, *plan.lookup_drafts.get(r, ())] for r, own in zip(step.decode, chains, strict=True)]
-        return Drafts(plan, DraftBatch.of(exchange and exchange.reply, drafted, chains), exchange)
+        return Drafts(plan, DraftBatch.of(reply, drafted, chains), exchange)
 
     def _exchange(self, plan: Plan, number: int, while_waiting: Callable[[], None]) -> Exchange | None:
-        """Send the drafter a plan's message and wait for its trees; None if it is lost."""
+        """Send the drafter a plan's message and wait for its trees, if there are any; None if it is lost."""
         began = time.perf_counter()
         state_MX = self._hidden_states.take({request: len(own.tokens) for request, own in plan.inputs.items()})
         features_MH = None if state_MX is None else self._target.features(state_MX)
         message = self._inputs.draft_request(plan.inputs, features_MH, plan.costs)
         if not self._drafter.send(message, number):
             return None
-        while_waiting()
-        reply = self._drafter.receive()
-        return None if reply is None else Exchange(reply, 1e3 * (time.perf_counter() - began))
+        reply = None
+        if message.is_answered:
+            while_waiting()
+            if (reply := self._drafter.receive()) is None:
+                return None
+        return Exchange(reply, 1e3 * (time.perf_counter() - began))

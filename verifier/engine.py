@@ -382,10 +382,11 @@ class Engine:
     def _count_exchange(self, plan: Plan, exchange: Exchange) -> None:
         for request, own in plan.inputs.items():
             request.num_fed += len(own.tokens)
-        reply = exchange.reply
-        self._stats.draft_seconds += reply.seconds
-        self._stats.transfer_seconds += exchange.ms / 1e3 - reply.seconds
-        self._stats.num_trees += len(reply.pruned_GD)
+        self._stats.transfer_seconds += exchange.ms / 1e3
+        if exchange.reply is not None:
+            self._stats.draft_seconds += exchange.reply.seconds
+            self._stats.transfer_seconds -= exchange.reply.seconds
+            self._stats.num_trees += len(exchange.reply.pruned_GD)
 
     def _count(self, step: Step, drafts: DraftBatch, verdicts: list[Verdict], new: list[NewTokens]) -> None:
         """Count verified, accepted and pruned nodes for the engine and for each request.

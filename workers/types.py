@@ -277,7 +277,7 @@ class DraftRequest:
     Row m of request b is (token t_j, feature f_{j-1}) for slot j = start_B[b] + m. The rows are the tokens committed
     since the drafter last received the request, in order. Draft models get no features. A request with num_nodes 0
     only updates the KV cache (its prompt is not complete, or too little room is left to draft). Every other request
-    gets a tree rooted at its last row, in this order.
+    gets a tree rooted at its last row, in this order. A message without any is not answered.
     """
 
     offsets: Tensor  # [B+1] int32, rows of request b
@@ -296,6 +296,11 @@ class DraftRequest:
     costs: DraftCosts | None  # None = no request uses `auto`
     features_MH: Tensor | None = field(metadata={"is_bulk": True})  # [M, H] in the drafter's dtype
     traced_B: Tensor | None = None  # [B] int32, 1 = the reply has a trace of the request's tree; None = nobody asks
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the drafter replies, because some request gets a tree."""
+        return bool(self.num_nodes_B.any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -189,7 +189,9 @@ class Drafter:
         self._verifier_end.send(message, step)
         received = self._drafter_end.receive().message
         assert isinstance(received, DraftRequest)
-        self._drafter_end.send(self._draft(received), step)
+        reply = self._draft(received)
+        if received.is_answered:
+            self._drafter_end.send(reply, step)
 
     def receive(self) -> Received:
         return self._verifier_end.receive()

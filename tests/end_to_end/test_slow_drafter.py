@@ -15,29 +15,29 @@ import pytest
 import drafter.worker
 import verifier.worker
 from cluster.engine.engine_client import EngineClient
+from drafter.drafter import Drafter
 from tests.support.engines import DYNAMIC, bundled, prompts
 from tests.support.fakes import in_processes
 from verifier.target import Target
 from workers.comm import groups
-from workers.comm.channel import Channel
 from workers.comm.groups import World
 from workers.comm.ipc import Submit
 from workers.config import EngineConfig
 from workers.models.draft_methods import read_specs
 from workers.settings import SamplingSettings
-from workers.types import DraftReply, TargetStep
+from workers.types import DraftReply, DraftRequest, TargetStep
 
 NUM_REQUESTS, NUM_TOKENS = 6, 32
 MOST_LATE_S, STALL_S = 0.05, 2.0
 STALLED = 6
-"""The reply before which the drafter stalls."""
+"""The message at which the drafter stalls, those of the warm-up included. Later ones queue behind it."""
 
 
 def run(world: World) -> str:
     """Each rank as its worker runs it, but the drafter and the target are late. In rank 0's process a front asks."""
     groups.join, specs = lambda *_: world, read_specs(world.config)
     if world.rank > 0:
-        _reply_late()
+        _draft_late()
         drafter.worker.run(world.config, specs, world.rank, "")
         return ""
     _execute_late()
@@ -52,17 +52,16 @@ def run(world: World) -> str:
     return json.dumps(said)
 
 
-def _reply_late() -> None:
-    send, late, replies = Channel.send, random.Random(1), 0
+def _draft_late() -> None:
+    draft, late, messages = Drafter.draft, random.Random(1), 0
 
-    def send_late(self: Channel, message: Any, step: int) -> None:
-        nonlocal replies
-        if isinstance(message, DraftReply):
-            replies += 1
-            time.sleep(STALL_S if replies == STALLED else late.uniform(0.0, MOST_LATE_S))
-        send(self, message, step)
+    def drafted_late(self: Drafter, message: DraftRequest) -> DraftReply:
+        nonlocal messages
+        messages += 1
+        time.sleep(STALL_S if messages == STALLED else late.uniform(0.0, MOST_LATE_S))
+        return draft(self, message)
 
-    Channel.send = send_late  # type: ignore[method-assign]
+    Drafter.draft = drafted_late  # type: ignore[method-assign]
 
 
 def _execute_late() -> None:

@@ -344,8 +344,9 @@ class FakeChannel:
         self.requests.append(request)
         reply = over_the_wire(self.drafter.draft(request))
         assert isinstance(reply, DraftReply)
-        self.replies.append(reply)
-        self._answers.append(Received(Kind.DRAFT_REPLY, step, reply))
+        if request.is_answered:
+            self.replies.append(reply)
+            self._answers.append(Received(Kind.DRAFT_REPLY, step, reply))
 
     def receive(self) -> Received:
         self._check()

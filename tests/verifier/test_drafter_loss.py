@@ -66,6 +66,24 @@ def test_the_request_ends_with_its_tokens_and_without_further_drafts(bench: Benc
     assert bench.num_free == 64
 
 
+def test_a_message_that_only_feeds_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt's chunks are fed. A drafter that dies with the second is missed when the third is sent."""
+    with Bench(Counting(), "eagle3", TREE, may_lose_drafter=True, max_num_batched_tokens=8) as bench:
+        assert bench.drafter is not None
+        monkeypatch.setattr(bench.drafter, "receive", pytest.fail)
+        id = bench.submit(list(range(2, 34)), 12, GREEDY)
+        while not bench.drafter.requests:
+            bench.step()
+        bench.lose_drafter(with_next_message=True)
+        bench.step()
+        assert len(bench.drafter.requests) == 2 and not bench.losses
+        bench.step()
+        assert len(bench.losses) == 1
+        bench.run()
+        assert bench.answers[id].tokens == say(Counting(), list(range(2, 34)), 12, GREEDY)
+        assert bench.answers[id].last.stats.num_drafts == 0
+
+
 def test_requests_that_come_while_it_is_lost_are_answered_without_drafts(bench: Bench) -> None:
     bench.ask([1, 2], 10, GREEDY)
     bench.lose_drafter()

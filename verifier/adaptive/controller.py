@@ -69,9 +69,12 @@ class Plan:
 
 
 class Exchange(NamedTuple):
-    """The drafter's reply, and the milliseconds from building the message to receiving the reply."""
+    """The drafter's reply, and the milliseconds from building the message to receiving the reply, or to having sent it.
 
-    reply: DraftReply
+    reply: None = the message only feeds, so that nobody waits for the drafter.
+    """
+
+    reply: DraftReply | None
     ms: float
 
 
@@ -240,8 +243,9 @@ class Controller:
     def _observe_exchange(self, plan: Plan, exchange: Exchange) -> float:
         """Learn from an exchange; return its milliseconds, by the given prices if there are any."""
         reply = exchange.reply
-        if num_trees := len(reply.trees.offsets) - 1:
-            self._growth.add(np.array([reply.num_levels, reply.num_run / num_trees]))
+        if reply is None:
+            return exchange.ms
+        self._growth.add(np.array([reply.num_levels, reply.num_run / (len(reply.trees.offsets) - 1)]))
         return self._costs.observe_exchange(plan.inputs, reply, exchange.ms)
 
     def _observe_trees(self, plan: Plan, outcome: StepOutcome) -> None:

@@ -175,11 +175,11 @@ class CostModel:
 
     def observe_exchange(self, inputs: Mapping[Request, DraftInput], reply: DraftReply, ms: float) -> float:
         """Learn from an exchange with the drafter. Return its milliseconds, by the given prices if there are any."""
-        levels = max(reply.num_levels - 1, 0)
+        levels = reply.num_levels - 1
         work = DraftWork(messages=1, rows_fed=num_rows(inputs), levels=levels, nodes_run=reply.num_run)
         if self.is_given:
             return float(self.draft_ms(work))
-        self._num_exchanges += len(reply.trees.offsets) > 1
+        self._num_exchanges += 1
         if self.has_measured_drafting:
             self._drafting.observe(ms / self._verify_cost.load, work)
         return ms
