@@ -79,6 +79,7 @@ def start(page: Page, url: str, *, prune: str | None = "thresholds", **how: obje
     page.press("Tab", 9)
     page.wait("document.querySelector('#model').textContent.includes('eagle3')")
     if prune is not None:
+        set_value(page, "max_tokens", "40")  # each step is drawn
         set_value(page, "tree_prune", prune)
 
 
@@ -118,6 +119,7 @@ def test_a_higher_threshold_verifies_fewer_nodes_and_writes_the_same_text(page: 
 
 def test_auto_is_compared_by_runs_that_take_turns_after_one_that_does_not_count(page: Page, url: str) -> None:
     start(page, url, prune=None)
+    set_value(page, "max_tokens", "40")
     assert page.evaluate("document.querySelector('#tree_prune').value") == "auto"
     page.evaluate(
         "window.asked = []; { const before = call;"
