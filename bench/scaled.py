@@ -247,7 +247,7 @@ def _wide_head(
     wide |= widening.ends("", "embed_tokens.weight", "lm_head.weight", V, num_embeddings=size.vocab_size)
     wide |= {"fc.weight": fc, "midlayer.hidden_norm.weight": widening.norm("midlayer.hidden_norm.weight")}
     wide["d2t"] = torch.cat([tensors["d2t"], added])  # of the first added tokens
-    fields = {
+    fields: dict[str, object] = {
         "vocab_size": size.vocab_size,
         "draft_vocab_size": V,
         "hidden_size": size.hidden_size,

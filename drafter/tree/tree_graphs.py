@@ -136,9 +136,10 @@ class TreeGraphs:
         self._recorder = Recorder(device)
         self._grow: dict[tuple[Shape, bool, bool], tuple[Callable[[], None], Callable[[], None]]] = {}
         for shape, edits in product(made, _LOGITS_EDITS):
-            first, further = (partial(add, shape, *edits) for add in (self._add_first, self._add_further))
-            if is_captured:
-                first, further = self._recorder.record(first), self._recorder.record(further)
+            levels: list[Callable[[], None]] = [
+                partial(add, shape, *edits) for add in (self._add_first, self._add_further)
+            ]
+            first, further = (self._recorder.record(level) if is_captured else level for level in levels)
             self._grow[shape, *edits] = first, further
 
     @property

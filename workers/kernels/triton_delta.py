@@ -287,7 +287,7 @@ def _advance(
     for part in tl.static_range(PARTS):
         width = part * PART + tl.arange(0, PART)
         is_state = (width < KEY_WIDTH)[:, None] & is_column[None, :]
-        state = state + (tl.load(own_state + read * STATE + width[:, None] * VALUE_WIDTH, mask=is_state, other=0.0),)
+        state = state + (tl.load(own_state + read * STATE + width[:, None] * VALUE_WIDTH, mask=is_state, other=0.0),)  # type: ignore[assignment]
     query = mixed_ptr + (head // (HEADS // KEY_HEADS)) * KEY_WIDTH
     key = query + KEY_HEADS * KEY_WIDTH
     value = mixed_ptr + 2 * KEY_HEADS * KEY_WIDTH + head * VALUE_WIDTH + column
@@ -352,7 +352,7 @@ def _advance(
             moved = ()
             for part in tl.static_range(len(state)):
                 k_columns = tl.trans(_part(k_row, is_row, part * PART, KEY_WIDTH, PART))
-                moved = moved + (tl.dot(k_columns, left, left_fade * state[part], input_precision="tf32x3"),)
+                moved = moved + (tl.dot(k_columns, left, left_fade * state[part], input_precision="tf32x3"),)  # type: ignore[assignment]
             state = moved
             keep = tl.load(rows_ptr + 6 * num_rows + last).to(tl.int64)
             if keep > 0:
