@@ -339,7 +339,7 @@ def test_tree_graphs_give_the_cpus_tokens_with_one_wait_per_side(
     assert on_device.num_replays > 2 * on_device.num_steps, "target, what is fed, trees"
     drafts = on_device.waits["drafter.tree.tree_graphs.__call__"]
     assert on_device.waits == {
-        "verifier.target._to_list": on_device.num_steps,  # the tokens
+        "verifier.target._draw": on_device.num_steps,  # the tokens
         "drafter.tree.tree_graphs.__call__": drafts,  # the trees
         "workers.comm.channel._send": on_device.waits[
             "workers.comm.channel._send"
@@ -448,7 +448,7 @@ def test_a_class_of_transformers_drafts_and_verifies_in_graphs(models: Path) -> 
     on_device, on_cpu = run(config, work), run(replace(config, device="cpu"), work)
     assert on_device.tokens == on_cpu.tokens and on_device.num_drafts == on_cpu.num_drafts > 20
     assert on_device.num_replays > 2 * on_device.num_steps
-    assert set(on_device.waits) <= {"verifier.target._to_list", "drafter.tree.tree_graphs.__call__"}
+    assert set(on_device.waits) <= {"verifier.target._draw", "drafter.tree.tree_graphs.__call__"}
 
 
 @pytest.mark.parametrize("link", ["nccl", "auto"])
