@@ -1,4 +1,4 @@
-"""All that a GPU can show, in the order of what is worth most, within 25 minutes of one H100.
+"""All that a GPU can show, in the order of what is worth most; the first 25 minutes of one H100 show most of it.
 
     python -m tests.gpu.run [--output DIR] [--only smoke twins ...]
 
@@ -24,7 +24,7 @@ from pathlib import Path
 
 TESTS = "tests/gpu/test_gpu.py"
 CACHE = "build/bench"
-ON_8B = ("--target-cost", "8b", "--cache", CACHE)
+ON_8B = ("--target-cost", "8b+v128256", "--cache", CACHE)
 _RECORD = threading.Lock()
 
 
@@ -55,23 +55,25 @@ TOGETHER = [
     Part("link", "the NCCL link between drafter and verifier", 5, tests(TESTS, "-k", "nccl")),
     Part("split", "the target on two ranks", 6, tests(TESTS, "-k", "split")),
     Part("engines", "the other tests of engines", 8, tests(TESTS, "-k", "not (nccl or split or greedy and auto)")),
-    Part("weights", "the weights of the padded 8B target, for the benchmarks", 4, ("tests.gpu.weights", CACHE)),
+    Part("weights", "the weights of a pair of 8B size, for the benchmarks", 4, ("tests.gpu.weights", CACHE)),
 ]  # fmt: skip
 ALONE = [
-    Part("floor", "the forward of a target padded to 8B, against reading its weights once", 5,
-         bench("forward", *ON_8B)),
-    Part("peers", "per-token latency of that target beside generate and assisted generation", 6,
-         bench("speed", *ON_8B, "--contestants", "off,dynamic,auto,generate,assisted")),
     Part("kernels", "each kernel's time beside its twin's", 3, ("bench.kernels", "--output", "{output}")),
     Part("profile", "each kernel's share of a verify step and of a tree", 3, ("bench.gpu_profile",)),
+    Part("latency", "per-token latency of a target and a head of 8B size, and how tokens repeat", 5,
+         bench("speed", *ON_8B, "--contestants", "off,chain,auto", "--batches", "1", "8", "--rounds", "3")),
+    Part("throughput", "many requests on that target", 5,
+         bench("speed", *ON_8B, "--contestants", "off,auto", "--batches", "32", "128", "--temperatures", "0",
+               "--rounds", "2")),
 ]  # fmt: skip
 """With those before, 25 minutes at most. What follows in AFTERWARDS takes longer."""
 AFTERWARDS = [
-    Part("throughput", "several requests on the 8B target", 15,
-         bench("speed", *ON_8B, "--contestants", "off,dynamic,auto", "--batches", "8", "32", "--temperatures", "0")),
-    Part("bundled", "the bundled pair, one request and several", 20, bench("speed", "--batches", "1", "8", "32")),
-    Part("step", "the parts of its step", 5,
+    Part("floor", "the forward of that target, against reading its weights once", 5, bench("forward", *ON_8B)),
+    Part("step", "the parts of the bundled pair's step", 5,
          ("secateur", "bench", "step", "--device", "cuda", "--output", "{output}")),
+    Part("peers", "per-token latency beside generate and assisted generation", 6,
+         bench("speed", *ON_8B, "--contestants", "off,dynamic,auto,generate,assisted")),
+    Part("bundled", "the bundled pair, one request and several", 20, bench("speed", "--batches", "1", "8", "32")),
 ]  # fmt: skip
 
 

@@ -6,7 +6,10 @@ made to believe that they are on two machines. Run with `make gpu`.
 
 from __future__ import annotations
 
+import asyncio
+import os
 import shutil
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +20,9 @@ import numpy as np
 import pytest
 import torch
 
+from cluster.engine.local_engine import LocalEngine
 from cluster.engine.process_host import ProcessHost
+from cluster.engine.rank_placement import num_bundles
 from tests.support import checkpoints
 from tests.support.engines import (
     AUTO,
@@ -31,6 +36,7 @@ from tests.support.engines import (
     prompts,
     transformers_greedy,
 )
+from workers.comm.ipc import Submit
 from workers.config import EngineConfig, TreeConfig
 from workers.kernels.select import TORCH, Kernels, kernels_for
 from workers.models.layers import Runtime
@@ -104,11 +110,13 @@ def test_a_kv_cache_in_8_bits_gives_the_same_tokens_with_and_without_drafts(opti
         assert answers[0] != [answer.tokens for answer in runner.run(jobs, concurrency=8)], "nothing was rounded"
 
 
-@pytest.fixture
-def a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Show three GPUs, the same ones again if there are fewer, as parts of different machines, or NCCL would refuse."""
-    count = torch.cuda.device_count()
-    if count >= 3:
+def show_gpus(monkeypatch: pytest.MonkeyPatch, config: EngineConfig) -> None:
+    """Show an engine as many GPUs as it needs.
+
+    If there are fewer they are the same ones again, as parts of different machines, or NCCL would refuse them.
+    """
+    count, need = torch.cuda.device_count(), num_bundles(config)
+    if count >= need:
         return
     start = ProcessHost.start
 
@@ -117,26 +125,60 @@ def a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         return await start(*args, env={**env, **own_machine}, **options)
 
     monkeypatch.setattr(ProcessHost, "start", start_elsewhere)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(str(index % count) for index in range(3)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(str(index % count) for index in range(need)))
 
 
-@pytest.mark.usefixtures("a_gpu_for_each_rank")
+@pytest.mark.parametrize("link", ["nccl", "auto", "host"])
 @pytest.mark.parametrize("tree", [CHAIN, AUTO], ids=["chain", "auto"])
-def test_nccl_carries_the_same_tokens(tree: TreeConfig, truth: list[list[int]]) -> None:
-    assert tokens_of(on_gpus(tree)) == truth
+def test_nccl_and_the_host_carry_the_same_tokens(
+    tree: TreeConfig, link: Any, truth: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = on_gpus(tree, link=link)
+    show_gpus(monkeypatch, config)
+    assert tokens_of(config) == truth
 
 
-@pytest.mark.usefixtures("a_gpu_for_each_rank")
 @pytest.mark.parametrize(("draft_tp", "placement"), [(1, "colocated"), (2, "colocated"), (1, "dedicated")])
-def test_a_split_target_gives_the_same_tokens(draft_tp: int, placement: Any, truth: list[list[int]]) -> None:
-    assert tokens_of(on_gpus(AUTO, tp=2, draft_tp=draft_tp, placement=placement)) == truth
+def test_a_split_target_gives_the_same_tokens(
+    draft_tp: int, placement: Any, truth: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = on_gpus(AUTO, tp=2, draft_tp=draft_tp, placement=placement)
+    show_gpus(monkeypatch, config)
+    assert tokens_of(config) == truth
 
 
-def on_gpus(tree: TreeConfig, placement: Any = "dedicated", **options: Any) -> EngineConfig:
+def test_a_drafter_that_dies_while_it_is_fed_over_nccl_costs_no_token(
+    truth: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was sent waits on the verifier's device, and must not hold up the next forward pass."""
+    config = on_gpus(CHAIN, link="nccl")
+    show_gpus(monkeypatch, config)
+
+    async def main() -> list[list[int]]:
+        engine = LocalEngine(config)
+        async with engine as client:
+
+            async def answer(prompt: list[int]) -> list[int]:
+                greedy = SamplingSettings(temperature=0.0)
+                submit = Submit(
+                    id=client.new_id(), prompt=prompt, max_tokens=NUM_TOKENS, sampling=greedy, ignore_eos=True
+                )
+                return [token async for chunk in client.submit(submit) for token in chunk.tokens]
+
+            os.kill(engine.pids[-1], signal.SIGSTOP)  # it takes nothing more
+            waiting = asyncio.gather(*map(answer, prompts(12)))
+            await asyncio.sleep(1.0)
+            os.kill(engine.pids[-1], signal.SIGKILL)
+            return await asyncio.wait_for(waiting, 60)
+
+    assert asyncio.run(main()) == truth
+
+
+def on_gpus(tree: TreeConfig, placement: Any = "dedicated", link: Any = "auto", **options: Any) -> EngineConfig:
     """Return an engine whose ranks have a GPU each, or few enough pages for all to share one."""
     config = bundled(tree, device="cuda", dtype="float32", num_pages=1000, **options)
     assert config.draft is not None
-    return replace(config, draft=replace(config.draft, placement=placement))
+    return replace(config, draft=replace(config.draft, placement=placement, link=link))
 
 
 def tokens_of(config: EngineConfig) -> list[list[int]]:
