@@ -27,6 +27,7 @@ launches.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import weakref
 from collections import Counter
@@ -345,12 +346,13 @@ def simulated_cuda() -> Iterator[SimulatedCuda]:
         "torch.cuda.set_device": lambda device: None,
         "torch.cuda.empty_cache": lambda: None,
         "torch.cuda.get_device_capability": lambda device=None: (9, 0),
+        "torch.cuda.get_device_properties": lambda device=None: mock.Mock(uuid=os.environ.get("CUDA_VISIBLE_DEVICES")),
         "torch.cuda.mem_get_info": lambda device=None: (60 << 30, 80 << 30),
         "torch.cuda.synchronize": lambda device=None: cuda.wait("torch.cuda.synchronize"),
         "torch.cuda.Stream": Stream,
         "torch.cuda.current_stream": lambda device=None: mock.Mock(synchronize=lambda: cuda.wait("synchronize")),
         "torch.cuda.stream": lambda stream: nullcontext(),
-        "torch.cuda.CUDAGraph": lambda: Graph(cuda),
+        "torch.cuda.CUDAGraph": type("CUDAGraph", (Graph,), {"__init__": lambda graph: Graph.__init__(graph, cuda)}),
         "torch.cuda.graph": cuda.capture,
     }
     # The functions that a device as a context changes. torch lists them once: before one of them is replaced.

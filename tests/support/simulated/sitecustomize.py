@@ -1,4 +1,6 @@
-"""On a worker's PYTHONPATH: it starts with the simulated device, and has gloo where it asks for NCCL.
+"""On a process's PYTHONPATH: it starts with the simulated device, and has gloo where it asks for NCCL.
+
+Benchmarks and tests of GPUs find a device, too. Their events tell the host's time, and profiles have no kernels.
 
 SIGUSR1 stops the device: its replays and collectives never end, as when a peer is missing.
 """
@@ -7,11 +9,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
+import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
@@ -42,3 +46,32 @@ _cuda = _device.__enter__()
 for _name in ("all_gather", "all_reduce", "broadcast", "recv", "send"):
     setattr(dist, _name, _on_stream(getattr(dist, _name)))
 signal.signal(signal.SIGUSR1, lambda *_: _cuda.hang())
+
+
+class Event:
+    """torch.cuda.Event by the host's clock."""
+
+    def __init__(self, **_: Any) -> None:
+        self._at = 0.0
+
+    def record(self) -> None:
+        self._at = time.perf_counter()
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end._at - self._at)
+
+
+class Generator(torch.Generator):
+    """torch.Generator, whose numbers are drawn on the CPU."""
+
+    def __new__(cls, device: Any = None) -> Generator:
+        return super().__new__(cls)
+
+
+torch.Generator = Generator  # type: ignore[misc]
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch.cuda.get_device_name = lambda device=None: "simulated device"
+torch.cuda.Event = Event  # type: ignore[misc,assignment]
