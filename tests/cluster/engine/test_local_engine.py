@@ -62,7 +62,9 @@ def config() -> EngineConfig:
 
 
 @needs_models
-def test_an_engine_answers_and_leaves_no_process(config: EngineConfig) -> None:
+def test_an_engine_answers_listens_on_loopback_alone_and_leaves_no_process(config: EngineConfig) -> None:
+    """A store that still listened would be another address of the verifier."""
+
     async def main() -> list[int]:
         engine = LocalEngine(config)
         async with engine as client:
@@ -71,6 +73,9 @@ def test_an_engine_answers_and_leaves_no_process(config: EngineConfig) -> None:
             chunks = await collect(client, Submit(id=1, prompt=[300, 301, 302], max_tokens=12, ignore_eos=True))
             assert sum(len(chunk.tokens) for chunk in chunks) == 12
             assert client.health().ok
+            verifier, drafter = map(listening, engine.pids)
+            assert set(verifier + drafter) == {"127.0.0.1"}
+            assert len(verifier) == len(drafter)
         return engine.pids
 
     assert_gone(asyncio.run(main()))
@@ -82,20 +87,6 @@ def test_an_engine_that_does_not_start_in_time_leaves_nothing_behind(config: Eng
     with pytest.raises(TimeoutError, match=r"not ready after 0.2 s; raise startup_timeout"):
         asyncio.run(engine.start())
     assert_gone(engine.pids)
-
-
-@needs_models
-def test_ranks_listen_on_loopback_alone_and_the_store_stops_listening(config: EngineConfig) -> None:
-    """A store that still listened would be another address of the verifier."""
-
-    async def main() -> list[list[str]]:
-        engine = LocalEngine(config)
-        async with engine:
-            return [listening(pid) for pid in engine.pids]
-
-    verifier, drafter = asyncio.run(main())
-    assert set(verifier + drafter) == {"127.0.0.1"}
-    assert len(verifier) == len(drafter)
 
 
 @needs_models
@@ -297,8 +288,28 @@ def test_the_engine_does_not_outlive_a_killed_parent(config: EngineConfig, tmp_p
     assert_gone(pids)
 
 
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the folders whose model or tokenizer is read from now on, once for each reading."""
+    read: list[str] = []
+
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda path, *rest: (read.append(Path(path).name), function(path, *rest))[1]
+
+    for module, name in (
+        (cluster.convert, "read_spec"),
+        (workers.models.readers, "read_spec"),
+        (workers.models.eagle3_format, "read_config"),
+        (cluster.convert, "Tokenizer"),
+    ):
+        monkeypatch.setattr(module, name, counting(getattr(module, name)))
+    return read
+
+
 @needs_models
-def test_a_local_service_answers_over_http_and_leaves_no_process(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_local_service_reads_its_files_once_answers_over_http_and_leaves_no_process(
+    capfd: pytest.CaptureFixture[str], read: list[str]
+) -> None:
     with local_service(EngineArgs.load({"port": 0, "max_model_len": 256}), shows_progress=True) as url:
         told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("secateur: ")]
         stages = [line.partition(" s, ")[2] for line in told if "still" not in line]
@@ -313,24 +324,6 @@ def test_a_local_service_answers_over_http_and_leaves_no_process(capfd: pytest.C
         assert with_drafts["choices"][0]["text"] == without["choices"][0]["text"]
         assert httpx2.get(f"{url}/health", headers={f"X-{number}": "a" for number in range(200)}).status_code == 431
     assert_gone(pids)
-
-
-@needs_models
-def test_a_start_reads_each_model_and_the_tokenizer_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-
-    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda path, *rest: (read.append(Path(path).name), function(path, *rest))[1]
-
-    for module, name in (
-        (cluster.convert, "read_spec"),
-        (workers.models.readers, "read_spec"),
-        (workers.models.eagle3_format, "read_config"),
-        (cluster.convert, "Tokenizer"),
-    ):
-        monkeypatch.setattr(module, name, counting(getattr(module, name)))
-    with local_service(EngineArgs.load({"port": 0, "max_model_len": 256})) as url:
-        assert httpx2.get(f"{url}/health").status_code == 200
     assert sorted(read) == ["eagle3", "target", "target"], "the target for its model and its tokenizer"
 
 
