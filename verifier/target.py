@@ -177,7 +177,10 @@ class Target:
                 self._kv.data, to_device(step.copy_source.long(), device), to_device(step.copy_target.long(), device)
             )
         if step.folds is not None:
-            self._decoder.fold(step.folds, self._kv)
+            if self.graphs is None:
+                self._decoder.fold(step.folds, self._kv)
+            else:
+                self.graphs.fold(step.folds)
         if self.graphs is None:
             plan = self._decoder.plan(step.attention, self._page_size)
             hidden = self._decoder.forward(

@@ -44,7 +44,7 @@ def target_workspace(config: EngineConfig, spec: ModelSpec, *, num_taps: int = 0
     eager_rows = rows if rows > min(most, MOST_ROWS) else 0
     features = 2 * spec.hidden_size if state_width else 0
     states = (max_unsorted_states(config) * state_width + max_message_rows(config) * (state_width + features)) * item
-    if spec.delta is not None:
+    if spec.delta is not None and not may_capture(config):  # Triton's programs have their states in registers
         states += _pieces_bytes(spec.delta, config.tensor_parallel_size)
     return Workspace(
         buffers=graph_bytes(shape, config, own, input_bytes=2 * 4, widths=outputs),

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from workers.config import EngineConfig
-from workers.kernels.select import AttentionPlan, Kernels
+from workers.kernels.select import AttentionPlan, DeltaPlan, Kernels
+from workers.kernels.torch_delta import chains
 from workers.kv_cache import KVPool
 from workers.models.base import BaseDecoder
 from workers.transfer import to_device
-from workers.types import AttentionMetadata
+from workers.types import AttentionMetadata, Folds
 
 MAX_ROWS = 512
 """Up to here buckets grow by a third; above, where padding costs more than launches, by `_LARGE_STEP` rows."""
@@ -42,10 +43,10 @@ Outputs = TypeVar("Outputs")
 
 
 class Planner(Protocol):
-    """A model's `plan`."""
+    """A model's `plan`, or its kernels' `delta_plan`."""
 
-    def __call__(self, metadata: AttentionMetadata, *, into: Any = None) -> AttentionPlan:
-        """Plan one step's attention."""
+    def __call__(self, metadata: AttentionMetadata, *, into: Any = None) -> AttentionPlan | DeltaPlan:
+        """Plan one step."""
         ...
 
 
@@ -110,6 +111,10 @@ def padded(metadata: AttentionMetadata, size: Size) -> AttentionMetadata:
         slot_N=_resized(metadata.slot_N, size.rows),
         visible_N=_resized(metadata.visible_N, size.rows, 1),
         ancestors_N=_resized(metadata.ancestors_N, size.rows),
+        read_seat_B=_resized(metadata.read_seat_B, requests),
+        write_seat_B=_resized(metadata.write_seat_B, requests),
+        keep_row_K=metadata.keep_row_K,
+        keep_seat_K=metadata.keep_seat_K,
     )
 
 
@@ -125,7 +130,7 @@ class _Bucket:
     """One size: views of the static buffers, and the graph that runs over them."""
 
     inputs: tuple[Tensor, ...]
-    plan: AttentionPlan
+    plan: AttentionPlan | DeltaPlan
     replay: Callable[[], tuple[Tensor, ...]] | None = None
 
 
@@ -188,9 +193,14 @@ class Graphs:
     """A captured forward pass. All ranks of a tensor-parallel group construct and call it together.
 
     run, plan: the forward pass and its attention planner. example: one row of each input on the device, for dtype and
-    width. table_width: pages of the longest request. is_captured: False runs the padded steps without graphs, so that
-    tests can show on a CPU that padding changes nothing.
+    width. size_of: the smallest bucket for numbers of rows and requests. table_width: pages of the longest request.
+    is_captured: False runs the padded steps without graphs, so that tests can show on a CPU that padding changes
+    nothing. recorder: that of graphs which never run at the same time.
+
+    folds: those of a hybrid's accepted rows, for `fold`.
     """
+
+    folds: Graphs | None = None
 
     def __init__(
         self,
@@ -199,29 +209,31 @@ class Graphs:
         example: tuple[Tensor, ...],
         *,
         buckets: list[Size],
+        size_of: Callable[[int, int], Size] = Size.of,
         table_width: int,
         is_captured: bool = True,
+        recorder: Recorder | None = None,
     ) -> None:
-        self._run, self._plan = run, plan
+        self._run, self._plan, self._size_of = run, plan, size_of
         self._device = example[0].device
         most, self._most_requests = (max(column) for column in zip(*buckets, strict=True))
         self._buffers = [one.new_zeros(most, *one.shape[1:]) for one in example]
         self._outputs: list[Tensor] = []  # of every graph: 76 of them would each keep their own
-        self._recorder = Recorder(self._device)
+        self.recorder = recorder or Recorder(self._device)
         self._buckets: dict[Size, _Bucket] = {}
         for size in buckets:
             made = self._buckets[size] = self._bucket(size, table_width)
             if is_captured:
-                made.replay = self._recorder.record(partial(self._run_bucket, made))
+                made.replay = self.recorder.record(partial(self._run_bucket, made))
 
     @property
     def report(self) -> dict[str, str | int]:
         """Number, capture time and memory of the graphs, for the topology report."""
-        return self._recorder.report
+        return self.recorder.report
 
     def release(self) -> None:
         """See `Recorder.release`."""
-        self._recorder.release()
+        self.recorder.release()
 
     def __call__(self, metadata: AttentionMetadata, *inputs_N: Tensor) -> tuple[Tensor, ...]:
         """Run one forward pass. Inputs [N, ...] may be on any device. The next call overwrites the outputs.
@@ -229,7 +241,7 @@ class Graphs:
         The caller is in inference mode, which takes longer to enter than most operations here take.
         """
         num_rows, num_requests = len(metadata.slot_N), len(metadata.base_B)
-        size = fitting(Size.of(num_rows, num_requests), self._buckets, self._most_requests)
+        size = fitting(self._size_of(num_rows, num_requests), self._buckets, self._most_requests)
         if size is None:
             return self._run(self._plan(metadata), *(to_device(given, self._device) for given in inputs_N))
         chosen = self._buckets[size]
@@ -239,6 +251,11 @@ class Graphs:
         plan = self._plan(padded(metadata, size), into=chosen.plan)
         outputs = self._run(plan, *chosen.inputs) if chosen.replay is None else chosen.replay()
         return tuple(output[:num_rows] for output in outputs)
+
+    def fold(self, folds: Folds) -> None:
+        """Move recurrent states on by the accepted rows of the last pass."""
+        assert self.folds is not None
+        self.folds(chains(folds), folds.row_A)
 
     def _run_bucket(self, bucket: _Bucket) -> tuple[Tensor, ...]:
         """Run a bucket's pass and copy its outputs to those that all graphs share."""
@@ -272,13 +289,44 @@ def decoder_graphs(decoder: BaseDecoder, kv: KVPool, config: EngineConfig, *, is
 
     one = torch.zeros(1, dtype=torch.int32, device=decoder.device)
     plan = partial(decoder.plan, page_size=config.page_size)
-    return Graphs(
+    graphs = Graphs(
         run,
         plan,
         (one, one),
         buckets=sizes(config),
         table_width=config.pages_for(config.max_model_len),
         is_captured=is_captured,
+    )
+    if kv.states is not None:
+        graphs.folds = _fold_graphs(decoder, kv, config, graphs.recorder, is_captured=is_captured)
+    return graphs
+
+
+def fold_size(config: EngineConfig, num_requests: int) -> Size:
+    """Return the bucket of folds: for the longest paths, since rows that are not there cost little."""
+    requests = Size.of(1, num_requests).requests
+    return Size(bucket(requests * (1 + (config.draft.tree.longest_path if config.draft else 0))), requests)
+
+
+def _fold_graphs(
+    decoder: BaseDecoder, kv: KVPool, config: EngineConfig, recorder: Recorder, *, is_captured: bool
+) -> Graphs:
+    """Capture a hybrid's folds: (stashed rows) -> nothing."""
+
+    def run(plan: DeltaPlan, row_A: Tensor) -> tuple[Tensor, ...]:
+        decoder.fold_rows(row_A, plan, kv)
+        return ()
+
+    top = Size.of(1, config.max_num_seqs).requests
+    return Graphs(
+        run,
+        partial(decoder.kernels.delta_plan, device=decoder.device),
+        (torch.zeros(1, dtype=torch.int32, device=decoder.device),),
+        buckets=[fold_size(config, top >> i) for i in range(top.bit_length())],
+        size_of=lambda num_rows, num_requests: max(Size.of(num_rows, num_requests), fold_size(config, num_requests)),
+        table_width=1,
+        is_captured=is_captured,
+        recorder=recorder,
     )
 
 

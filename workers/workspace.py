@@ -159,7 +159,7 @@ class PassShape:
             values=spec.delta.num_value_heads * spec.delta.value_dim // ranks if spec.delta else 0,
         )
 
-    def row_items(self, item_bytes: int, *, is_fp8_kv: bool = False) -> int:
+    def row_items(self, item_bytes: int, *, is_fp8_kv: bool = False, is_triton: bool = False) -> int:
         """Return the elements that a pass holds for each row, without attention's parts."""
         D, Q, C = self.hidden, self.queries, self.keys
         wide = 4 // item_bytes  # of a float32 copy
@@ -169,7 +169,10 @@ class PassShape:
             (3 + 2 * wide + 2 * (wide > 1)) * D,
             4 * D + 3 * self.inner,
             2 * D + self.first_input + Q + 2 * C + max(rotated, written, Q + D) + self.has_gate * 2 * Q,
-            2 * D + 2 * self.channels + self.values + wide * (4 * self.channels + 3 * self.values),
+            2 * D
+            + 2 * self.channels
+            + self.values
+            + wide * ((1 if is_triton else 4) * self.channels + 3 * self.values),
             (3 + 2 * wide + self.taps) * D,
         )
         return self.kept + max(moments) + 2 * self.head
@@ -189,7 +192,8 @@ def pass_bytes(shape: PassShape, config: EngineConfig, num_rows: int) -> int:
     most_parts = _plan_shape(shape, config, num_rows, config.max_num_seqs + 1).num_parts
     parts = most_parts * _plan_shape(shape, config, num_rows, 1).part_pairs * (shape.keys + shape.keys // shape.head)
     sums = min(num_rows, SPLIT_ROWS) * shape.most_split_sums
-    items = shape.row_items(config.item_bytes, is_fp8_kv=config.kv_cache_dtype == "fp8")
+    is_fp8_kv, is_triton = config.kv_cache_dtype == "fp8", may_capture(config)
+    items = shape.row_items(config.item_bytes, is_fp8_kv=is_fp8_kv, is_triton=is_triton)
     return num_rows * items * config.item_bytes + 4 * (parts + sums)
 
 
@@ -208,7 +212,8 @@ def graph_bytes(shape: PassShape, config: EngineConfig, sizes: Sequence[Size], *
 def plan_bytes(shape: PassShape, config: EngineConfig, num_rows: int, num_requests: int) -> int:
     """Return the bytes of one step's attention plan, with page tables as long as the longest request's."""
     plan = _plan_shape(shape, config, num_rows, num_requests)
-    return 8 * sum(plan.sizes.values()) + 4 * num_requests * plan.table_width
+    delta = 4 * (10 * num_rows + 3 * num_requests) if shape.channels else 0  # `triton_delta.DeltaTables`
+    return 8 * sum(plan.sizes.values()) + 4 * num_requests * plan.table_width + delta
 
 
 def _plan_shape(shape: PassShape, config: EngineConfig, num_rows: int, num_requests: int) -> PlanShape:

@@ -324,6 +324,18 @@ def jobs(sampling: list[SamplingSettings], *rules: str) -> list[Submit]:
     ]
 
 
+def test_a_hybrids_steps_and_folds_are_replayed(models: Path) -> None:
+    """Prompts in chunks, trees, the states that a prefix keeps, and seats that another request had."""
+    checkpoints.write_hybrid(models / "hybrid")
+    work = jobs([*COUPLED, SamplingSettings(temperature=0.0)], "coupled")
+    work.append(replace(work[-1], id=5, prompt=work[-1].prompt + [7, 8]))
+    config = replace(config_for(models, "ngram", CHAIN), model_path=str(models / "hybrid"), num_pages=60)
+    on_device, on_cpu = run(config, work), run(replace(config, device="cpu"), work)
+    assert on_device.tokens == on_cpu.tokens and on_device.num_steps == on_cpu.num_steps
+    assert on_device.num_replays > 1.7 * on_device.num_steps, "a step, and mostly a fold before it"
+    assert on_device.waits == {"verifier.target._to_list": on_device.num_steps}
+
+
 @pytest.mark.parametrize("tree", [AUTO, CHAIN, STATIC, PRUNED], ids=["auto", "chain", "static", "thresholds"])
 def test_tree_graphs_give_the_cpus_tokens_with_one_wait_per_side(
     models: Path, monkeypatch: pytest.MonkeyPatch, tree: TreeConfig

@@ -109,12 +109,20 @@ def assert_counted(counted: int, measured: int, most: float = 2.0) -> None:
 
 @pytest.mark.parametrize(
     ("method", "dtype", "kv_cache_dtype"),
-    [("eagle3", "bfloat16", "auto"), ("eagle3", "bfloat16", "fp8"), ("draft_model", "float32", "auto")],
+    [
+        ("eagle3", "bfloat16", "auto"),
+        ("eagle3", "bfloat16", "fp8"),
+        ("draft_model", "float32", "auto"),
+        ("hybrid", "bfloat16", "auto"),
+    ],
 )
 def test_the_target_takes_what_was_counted(
     models: Path, monkeypatch: pytest.MonkeyPatch, method: str, dtype: str, kv_cache_dtype: str
 ) -> None:
-    config = config_of(models, method, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    """hybrid: of the target; a model drafts for it."""
+    config = config_of(models, method.replace("hybrid", "draft_model"), dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    if method == "hybrid":
+        config = replace(config, model_path=str(checkpoints.write_hybrid(models / "hybrid", **WIDE)))
     specs = read_specs(config)
     with simulated_cuda() as cuda:
         measured = Measured(cuda, monkeypatch, (verifier_worker, "decoder_graphs"))

@@ -152,6 +152,73 @@ def _search(
     threshold.copy_(sampler.truncation_threshold(x, top_k, top_p))
 
 
+def _prepare(
+    x: Tensor, ba: Tensor, inputs: Tensor, stash: Tensor, source: Tensor, path: Tensor, rows: Tensor,
+    conv: Tensor, decay: Tensor, bias: Tensor, mixed: Tensor, beta: Tensor, total: Tensor,
+    num_rows: int, num_stashed: int, x_stride: int, ba_stride: int, scale: float,
+    *, HEADS: int, KEY_HEADS: int, KEY_WIDTH: int, VALUE_WIDTH: int, IS_FOLD: bool, **_: Any,
+) -> None:  # fmt: skip
+    *window, origin, _count, _keep, place = rows[: 8 * num_rows].view(8, num_rows)[:, : len(mixed)].long()
+    own = source[: len(mixed)].long() if IS_FOLD else torch.arange(len(mixed))
+    all_rows = torch.cat([inputs.flatten(0, 1), x[own]])
+    index = torch.stack(window)
+    mixed_rows = all_rows[torch.where(index < 0, -1 - index, 3 * len(inputs) + index)].float()
+    q, k, v = F.silu((mixed_rows * conv[:, None]).sum(0)).split(
+        [KEY_HEADS * KEY_WIDTH] * 2 + [HEADS * VALUE_WIDTH], dim=1
+    )
+    q, k = (F.normalize(part.unflatten(1, (KEY_HEADS, -1)), dim=-1, eps=1e-3).flatten(1) for part in (q, k))
+    mixed.copy_(torch.cat([scale * q, k, v], dim=1))
+    b, a = ba[own].float().chunk(2, dim=1)
+    beta.copy_(b.sigmoid())
+    node = torch.arange(len(mixed)) - origin[:, None]
+    is_seen = (node >= 0) & (node < 64) & (path[: len(mixed), None] >> node.clamp(0, 63) & 1 == 1)
+    total.copy_(is_seen.double() @ (decay * F.softplus(a + bias)).double())
+    if not IS_FOLD:
+        is_kept = (place >= 0) & (place < num_stashed)
+        stash[place[is_kept]] = torch.cat([x, ba], dim=1)[: len(mixed)][is_kept]
+
+
+def _advance(
+    x: Tensor, inputs: Tensor, state: Tensor, source: Tensor, path: Tensor, rows: Tensor,
+    mixed: Tensor, beta: Tensor, total: Tensor, out: Tensor, num_rows: int, num_requests: int, *_: Any,
+    HEADS: int, KEY_HEADS: int, KEY_WIDTH: int, VALUE_WIDTH: int, IS_FOLD: bool, **__: Any,
+) -> None:  # fmt: skip
+    """Run the recurrence row by row, each from the state behind its parent."""
+    sections, before = rows[: 8 * num_rows].view(8, num_rows).long(), inputs.clone()
+    shape = (KEY_HEADS, KEY_WIDTH, HEADS // KEY_HEADS)
+    begins, read, write = rows[8 * num_rows :].view(3, -1).tolist()
+    behind: dict[int, Tensor] = {}
+
+    def leave(seat: int, row: int) -> None:
+        state[seat] = behind[row]
+        own = [source[place] if IS_FOLD and place >= 0 else place for place in sections[1:4, row].tolist()]
+        inputs[seat] = torch.stack([x[place] if place >= 0 else before.flatten(0, 1)[-1 - place] for place in own])
+
+    for request in range(num_requests):
+        for row in range(begins[request], begins[request + 1]):
+            origin, keep = int(sections[4, row]), int(sections[6, row])
+            above = [bit for bit in range(row - origin) if int(path[row]) >> bit & 1]
+            log_gate, start = total[row], state[read[request]]
+            if above:
+                log_gate, start = total[row] - total[origin + above[-1]], behind[origin + above[-1]]
+            elif write[request] and row > begins[request]:
+                start = behind[row - 1]
+            key, query = (
+                mixed[row, part * KEY_HEADS * KEY_WIDTH :][: KEY_HEADS * KEY_WIDTH].view(KEY_HEADS, 1, KEY_WIDTH, 1)
+                .expand(shape[0], shape[2], shape[1], 1).flatten(0, 1) for part in (1, 0)
+            )  # fmt: skip
+            value = mixed[row, 2 * KEY_HEADS * KEY_WIDTH :].view(HEADS, 1, VALUE_WIDTH)
+            faded = start * log_gate.exp().float()[:, None, None]
+            u = beta[row][:, None, None] * (value - (key * faded).sum(1, keepdim=True))
+            behind[row] = faded + key * u
+            if not IS_FOLD:
+                out[row] = (query * behind[row]).sum(1)
+            if write[request] and keep:
+                leave(keep, row)
+        if write[request] and begins[request] < begins[request + 1]:
+            leave(write[request], begins[request + 1] - 1)
+
+
 def _copy(words: Tensor, source: Tensor, target: Tensor, *_: Any, **__: Any) -> None:
     words[:, target] = words[:, source]
 
@@ -375,6 +442,8 @@ TWINS = {
         _top_of_block,
         _top_of_row,
         _search,
+        _prepare,
+        _advance,
         _copy,
         _penalize,
         _mask_min_p,

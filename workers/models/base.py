@@ -12,10 +12,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from workers.kernels.select import TORCH, AttentionPlan
+from workers.kernels.select import TORCH, AttentionPlan, DeltaPlan
+from workers.kernels.torch_delta import chains
 from workers.kv_cache import KVPool, StatePool
 from workers.models.layers import HeadSplit, RankWeights, gather_vocab, shard_vocab
 from workers.models.specs import ModelSpec
+from workers.transfer import to_device
 from workers.types import AttentionMetadata, Folds, Hidden
 
 
@@ -111,8 +113,13 @@ class BaseDecoder(PagedModel, ABC):
             Hidden: final_ND after the final norm; taps_N3D in tap order, or None without taps. Equal on every rank.
         """
 
-    def fold(self, folds: Folds, kv: KVPool) -> None:  # most models have no recurrent states
+    def fold(self, folds: Folds, kv: KVPool) -> None:
         """Move recurrent states on by the accepted rows of the last forward pass's trees, before the next one."""
+        plan = self.kernels.delta_plan(chains(folds), self.device)
+        self.fold_rows(to_device(folds.row_A, self.device), plan, kv)
+
+    def fold_rows(self, row_A: Tensor, plan: DeltaPlan, kv: KVPool) -> None:  # most models have no recurrent states
+        """Move recurrent states on by these stashed rows, the chains of `plan`."""
 
     @abstractmethod
     def logits(self, hidden_ND: Tensor) -> Tensor:

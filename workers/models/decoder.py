@@ -18,7 +18,6 @@ from torch import Tensor
 
 from workers.kernels.pointwise import Rotation
 from workers.kernels.select import AttentionPlan, DeltaPlan
-from workers.kernels.torch_delta import chains
 from workers.kv_cache import KVPool
 from workers.models.base import BaseDecoder
 from workers.models.checkpoint import Weights
@@ -38,8 +37,7 @@ from workers.models.layers import (
 from workers.models.moe import Moe
 from workers.models.rope import Rope
 from workers.models.specs import ModelSpec
-from workers.transfer import to_device
-from workers.types import AttentionMetadata, Folds, Hidden
+from workers.types import AttentionMetadata, Hidden
 
 logger = logging.getLogger(__name__)
 
@@ -157,14 +155,12 @@ class Decoder(BaseDecoder):
         return HybridPlan(attention, self.kernels.delta_plan(metadata, self.device, delta))
 
     @torch.inference_mode()
-    def fold(self, folds: Folds, kv: KVPool) -> None:
-        """See `BaseDecoder.fold`."""
-        states, row_A = kv.states, to_device(folds.row_A, self.device)
-        assert states is not None
-        plan = self.kernels.delta_plan(chains(folds), self.device)
+    def fold_rows(self, row_A: Tensor, plan: DeltaPlan, kv: KVPool) -> None:
+        """See `BaseDecoder.fold_rows`."""
+        assert kv.states is not None
         nets = [layer.mixer for layer in self._layers if isinstance(layer.mixer, GatedDelta)]
         for index, net in enumerate(nets):
-            net.fold(row_A, plan, states, index)
+            net.fold(row_A, plan, kv.states, index)
 
     @torch.inference_mode()
     def forward(self, tokens_N: Tensor, positions_N: Tensor, plan: AttentionPlan, kv: KVPool) -> Hidden:

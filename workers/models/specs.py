@@ -182,7 +182,7 @@ class ModelSpec:
     @property
     def can_be_captured(self) -> bool:
         """Whether CUDA graphs can hold a forward pass: all of its shapes follow from the number of rows."""
-        return self.delta is None and self.latent is None and self.moe is None
+        return self.latent is None and self.moe is None
 
     def matrix_shapes(self) -> Shapes:
         """Return the matrices of its checkpoint."""
