@@ -333,7 +333,7 @@ def test_a_hybrids_steps_and_folds_are_replayed(models: Path) -> None:
     on_device, on_cpu = run(config, work), run(replace(config, device="cpu"), work)
     assert on_device.tokens == on_cpu.tokens and on_device.num_steps == on_cpu.num_steps
     assert on_device.num_replays > 1.7 * on_device.num_steps, "a step, and mostly a fold before it"
-    assert on_device.waits == {"verifier.target._to_list": on_device.num_steps}
+    assert on_device.waits == {"verifier.target._draw": on_device.num_steps}
 
 
 @pytest.mark.parametrize("tree", [AUTO, CHAIN, STATIC, PRUNED], ids=["auto", "chain", "static", "thresholds"])
