@@ -40,11 +40,29 @@ def _on_stream(collective: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+class Receipt:
+    """What `dist.irecv` returns. gloo's own is complete only once someone has waited for it, which may be done once."""
+
+    def __init__(self, work: Any) -> None:
+        self._work, self._is_hung = work, work is None
+
+    def is_completed(self) -> bool:
+        self.wait()
+        return not self._is_hung
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+
 dist.init_process_group = _init_with_gloo
 _device = simulated_cuda()  # held: it would end with its generator
 _cuda = _device.__enter__()
 for _name in ("all_gather", "all_reduce", "broadcast", "recv", "send"):
     setattr(dist, _name, _on_stream(getattr(dist, _name)))
+_irecv = _on_stream(dist.irecv)
+dist.irecv = lambda *args, **options: Receipt(_irecv(*args, **options))
 signal.signal(signal.SIGUSR1, lambda *_: _cuda.hang())
 
 
