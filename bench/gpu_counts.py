@@ -70,7 +70,7 @@ from workers.comm.ipc import FrameSocket, Submit
 from workers.comm.wire import Kind
 from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.cuda_graphs import Size, decoder_graphs, fitting, padded, sizes
-from workers.kernels import fused, pointwise
+from workers.kernels import fused, pointwise, triton_attention
 from workers.models.layers import Runtime
 from workers.models.readers import read_spec
 from workers.settings import Constraints, SamplingSettings
@@ -290,13 +290,9 @@ def attention() -> Table:
             keys = (end - begin)[rows > 0].repeat(8)
             whole = np.add.reduceat(end - begin, count.nonzero()[0])  # keys of each tile
             alike = 1 << max(0, 32 // plan.shape.num_tiles).bit_length() >> 1 or 1
-            times = [
-                round(1e3 * _fastest_ms(call, [None] * NUM_STEPS), 1)
-                for call in (
-                    lambda _, plan=plan: plan._list_pieces(),
-                    lambda _, plan=plan, step=step: plan.fill(step, 0),
-                )
-            ]
+            lists = plan._pieces[0], plan._rows[-1], plan._tiles[:5], plan._tiles[5], plan.shape.num_cuts
+            calls = partial(triton_attention._fill_pieces, *lists), partial(plan.fill, step, 0)
+            times = [round(1e3 * _fastest_ms(lambda call: call(), [call] * NUM_STEPS), 1) for call in calls]
             yield [
                 name, num_rows, len(keys), int(keys.max()), busiest(keys), round(keys.sum() / 132),
                 busiest(np.tile(whole / alike, 8 * alike)), *times,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from bench.harness import command, parser
@@ -22,7 +23,7 @@ from drafter.proposers.base import FeatureProposer, head_graphs, head_tree_graph
 from drafter.tree.policy import make_tree_policy
 from secateur.cli.bench import say
 from tests.drafter.tree.test_tree_graphs import message
-from tests.support.attention_cases import Batch
+from tests.support.attention_cases import Batch, trees_behind
 from tests.support.checkpoints import load_eagle3
 from tests.support.engines import AUTO, BUNDLED, DYNAMIC, bundled
 from workers.cuda_graphs import decoder_graphs
@@ -52,13 +53,14 @@ def main() -> None:
 def kernels() -> Iterator[Row]:
     """Time each kernel beside its twin."""
     generator = torch.Generator("cuda").manual_seed(0)
-    for requests, prefix in ((1, 500), (1, 8000), (16, 500), (16, 4000), (64, 1000)):
-        step = batch(requests, prefix)
-        kv = torch.randn(step.num_slots, 2, 8, 128, dtype=torch.bfloat16, device="cuda", generator=generator)
-        q = torch.randn(17 * requests, 32, 128, dtype=torch.bfloat16, device="cuda", generator=generator)
-        plans = [kernels.plan(step.metadata, 16, group_size=4, dtype=q.dtype, device="cuda") for kernels in SETS]
+    for lengths in ([500], [8000], [500] * 16, [4000] * 16, [1000] * 64, [3000] * 32, [64_000, *[1000] * 31]):
+        step = trees_behind(np.array(lengths), 16)
+        num_slots = 16 * (1 + int(step.page_table_BP.max()))
+        kv = torch.randn(num_slots, 2, 8, 128, dtype=torch.bfloat16, device="cuda", generator=generator)
+        q = torch.randn(len(step.slot_N), 32, 128, dtype=torch.bfloat16, device="cuda", generator=generator)
+        plans = [k.plan(step, 16, group_size=4, kv_heads=8, dtype=q.dtype, device="cuda") for k in SETS]
         calls = [partial(k.tree_attention, q, kv, p, 128**-0.5) for k, p in zip(SETS, plans, strict=True)]
-        yield timed(f"attention, {requests} requests behind {prefix}", TWINS, calls)
+        yield timed(f"attention, {len(lengths)} requests behind {lengths[0]}, then {lengths[-1]}", TWINS, calls)
     pool = torch.zeros(32, 8192, 2, 8, 128, dtype=torch.bfloat16, device="cuda")
     for count in (4, 256):
         source = torch.randperm(8192, device="cuda")[:count]

@@ -188,9 +188,8 @@ class PassShape:
 
 def pass_bytes(shape: PassShape, config: EngineConfig, num_rows: int) -> int:
     """Return the most bytes that a forward pass of these rows holds at once, its outputs included."""
-    # The fewer requests there are, the more rows a tile has; the more there are, the more tiles may be cut.
-    most_parts = _plan_shape(shape, config, num_rows, config.max_num_seqs + 1).num_parts
-    parts = most_parts * _plan_shape(shape, config, num_rows, 1).part_pairs * (shape.keys + shape.keys // shape.head)
+    plans = [_plan_shape(shape, config, num_rows, requests) for requests in range(1, config.max_num_seqs + 2)]
+    parts = max(plan.num_parts * plan.part_pairs for plan in plans) * (shape.keys + shape.keys // shape.head)
     sums = min(num_rows, SPLIT_ROWS) * shape.most_split_sums
     is_fp8_kv, is_triton = config.kv_cache_dtype == "fp8", may_capture(config)
     items = shape.row_items(config.item_bytes, is_fp8_kv=is_fp8_kv, is_triton=is_triton)

@@ -45,11 +45,12 @@ def trees_behind(
 ) -> AttentionMetadata:
     """Return a step of chains of `num_rows` rows behind prefixes of these lengths.
 
-    Pages are numbered in order, `pages_each` for each request; None = as many as the longest one has.
+    Pages are numbered in order, `pages_each` for each request; None = as many as it needs.
     """
     row_N, base_N = np.tile(np.arange(num_rows), len(base_B)), base_B.repeat(num_rows)
     pages_B = -(-(base_B + num_rows) // page_size)
-    page_BP = 1 + np.arange(len(base_B))[:, None] * (pages_each or pages_B.max()) + np.arange(pages_B.max())
+    given_B = pages_B if pages_each is None else np.full_like(pages_B, pages_each)
+    page_BP = 1 + (given_B.cumsum() - given_B)[:, None] + np.arange(pages_B.max())
     return AttentionMetadata(
         query_offsets=num_rows * np.arange(len(base_B) + 1, dtype=np.int32),
         page_table_BP=np.where(np.arange(pages_B.max()) < pages_B[:, None], page_BP, 0).astype(np.int32),

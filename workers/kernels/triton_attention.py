@@ -43,8 +43,6 @@ from workers.types import AttentionMetadata
 
 _COMBINED_BLOCKS = 64
 """The most blocks of rows among which `_combine` is divided: most rows of many have nothing to combine."""
-
-
 _SMALL_TABLE = 1 << 15
 """Bytes of a page table that are copied to the device in less time than it takes to launch two kernels more."""
 
@@ -101,7 +99,7 @@ class TiledPlan:
         self._rows, self._pieces = rows.reshape(2 + 3 * W, -1)[:, : shape.num_rows], pieces.reshape(W, 7, -1)
         self._tiles = np.zeros((5 + W, shape.num_tiles), dtype=np.int64)
         self._sent = torch.from_numpy(self._image)
-        self._tile_rows = shape.tile_rows
+        self._tile_rows, self._num_cuts = shape.tile_rows, shape.num_cuts
 
     def fill(self, metadata: AttentionMetadata, first_slot: int) -> None:
         """Write another step of the same shape; its page table may be narrower. Takes one copy and `DeviceTable`'s."""
@@ -140,14 +138,10 @@ class TiledPlan:
                 np.maximum(tiles[3] + 1 - window, self._first_slot, out=tiles[5 + w])
         self._send()
 
-    def _list_pieces(self) -> None:
-        for w, (pieces_7S, first_piece_N) in enumerate(
-            zip(self._pieces, self._rows[-len(self._pieces) :], strict=True)
-        ):
-            _fill_pieces(pieces_7S, first_piece_N, self._tiles[:5], self._tiles[5 + w], self.shape.num_cuts)
-
     def _send(self) -> None:
-        self._list_pieces()
+        tiles_5T, lows_WT, first_pieces_WN = self._tiles[:5], self._tiles[5:], self._rows[-len(self._pieces) :]
+        for pieces_7S, first_piece_N, low_T in zip(self._pieces, first_pieces_WN, lows_WT, strict=True):
+            _fill_pieces(pieces_7S, first_piece_N, tiles_5T, low_T, self._num_cuts)
         # The driver stages pageable memory before it returns, so this need not synchronize.
         self.buffer.copy_(self._sent, non_blocking=True)
         self._table.update(self._metadata.page_table_BP)
@@ -339,8 +333,8 @@ def _lowest(
 def _fill_pieces(
     pieces_7S: np.ndarray, first_piece_N: np.ndarray, tiles_5T: np.ndarray, low_T: np.ndarray, num_cuts: int
 ) -> None:
-    """List the pieces of the tiles, and the first piece of each row; unused pieces have no rows."""
-    minus_T = np.minimum(low_T - tiles_5T[4], -1)  # minus the number of keys, because // rounds down
+    """List the pieces of the tiles, and the first piece of each row; unused pieces have neither rows nor keys."""
+    minus_T = np.minimum(low_T - tiles_5T[4], -1)  # minus the keys of each tile, because // rounds down
     order_T = minus_T.argsort(kind="stable")
     minus_T = minus_T.take(order_T)
     most = max(KEYS_PER_BLOCK, -(int(minus_T.sum()) // num_cuts))
@@ -357,7 +351,7 @@ def _fill_pieces(
     own[5] = np.minimum(own[4] + each_S, last_S)
     own[6] = 0
     own[6, first_T] = count_T
-    pieces_7S[1, len(tile_S) :] = 0
+    pieces_7S[:, len(tile_S) :] = 0
 
 
 @triton.jit
