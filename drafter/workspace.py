@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from drafter.tree.device import requests_at_once
-from drafter.tree.tree_graphs import STATE_ROW_BYTES, shapes
+from drafter.tree.tree_graphs import STATE_ROW_BYTES, TABLE_ROW_BYTES, shapes
 from workers.config import EngineConfig, TreeConfig
 from workers.cuda_graphs import MOST_ROWS, sizes
 from workers.models.draft_methods import method_of
@@ -60,9 +60,8 @@ def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
         block_size = pass_depth(spec, tree)
     if own and ranks == 1 and not block_size and (trees := shapes(config)):
         B, most_rows = max(shape.requests for shape in trees), trees[0].requests * trees[0].nodes
-        buffers += (
-            B * (layers.hidden_size * item + 4 * V) + most_rows * (H * item + 4 * 8) + (most_rows + B) * STATE_ROW_BYTES
-        )
+        buffers += B * (layers.hidden_size * item + 4 * V + TABLE_ROW_BYTES) + 8 * tree.longest_path
+        buffers += most_rows * (H * item + 4 * 8) + (most_rows + B) * STATE_ROW_BYTES
         buffers += sum(plan_bytes(shape, config, b * n, b) for b, n in trees)
         best = 16 * tree.num_children * -(-V // _BLOCK)
         scored = max(min(b, requests_at_once(n, V)) * n for b, n in trees)

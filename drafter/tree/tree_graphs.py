@@ -46,7 +46,7 @@ _LOGITS_EDITS = ((False, False), (True, False), (True, True))
 _NO_BASE = 1
 """The root's slot of a padding request, never before a model's first slot."""
 
-_TABLE_ROW_BYTES = 8 * len(PARAMETERS)
+TABLE_ROW_BYTES = 8 * len(PARAMETERS)
 STATE_ROW_BYTES = 5 * 8 + 8 + 4
 """Of a row in `TreeTensors.state_5BR`, `path_prob_BR` and `weight_BR`, which one copy brings to the host."""
 
@@ -125,7 +125,7 @@ class TreeGraphs:
         self._features_BH = self._hidden_BX if reads_features else self._hidden_BX[:, :0]
         self._count_BV = example_1X.new_zeros(B, vocab.size, dtype=torch.float32)
         # The calibration of each level, then the parameters of each request: one copy sends both.
-        self._sent = example_1X.new_zeros(_odds_bytes(D) + _TABLE_ROW_BYTES * B, dtype=torch.uint8)
+        self._sent = example_1X.new_zeros(_odds_bytes(D) + TABLE_ROW_BYTES * B, dtype=torch.uint8)
         self._odds_D, self._parameters = _views(self._sent, D)
         N, R = (max((s.requests * (s.nodes + extra) for s in made), default=0) for extra in (0, 1))
         self._state = example_1X.new_zeros(STATE_ROW_BYTES * R, dtype=torch.uint8)
@@ -223,7 +223,7 @@ class TreeGraphs:
         position_G = self._roots.base_G + self._root_position
         # Padding requests have parameters of zero, so their stale values in other buffers have no effect.
         most_levels = self._tree.longest_path
-        sent = torch.zeros(_odds_bytes(most_levels) + _TABLE_ROW_BYTES * num_requests, dtype=torch.uint8)
+        sent = torch.zeros(_odds_bytes(most_levels) + TABLE_ROW_BYTES * num_requests, dtype=torch.uint8)
         own_log_odds_D, table = (view.numpy() for view in _views(sent, most_levels))
         log_odds_D.numpy().take(range(most_levels), axis=0, out=own_log_odds_D, mode="clip")
         has_noise_G = kind_G == NodeKind.COUPLED.value

@@ -146,7 +146,7 @@ def test_the_target_takes_what_was_counted(
     )
     assert_counted(counted.buffers, measured.buffers)
     assert_counted(counted.captured, measured.captured)
-    assert_counted(counted.eager, eager, most=4.0)  # scored prompts and earlier steps' states take the rest
+    assert_counted(counted.eager, eager, most=4.2)  # scored prompts and earlier steps' states take the rest
 
 
 def test_a_pass_without_graphs_takes_what_was_counted(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_levels_without_a_graph_take_what_was_counted(
     config = config_of(models, method, PLAIN, enforce_eager=True)
     with simulated_cuda() as cuda:
         counted, _, eager = drafted(cuda, monkeypatch, config, read_specs(config), which)
-    assert_counted(counted.eager, eager, most=4.0)  # not all nodes are of one level
+    assert_counted(counted.eager, eager, most=4.2)  # not all nodes are of one level
 
 
 def test_the_widest_level_of_a_tree() -> None:
