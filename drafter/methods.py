@@ -25,7 +25,7 @@ from drafter.proposers.eagle import FcHead
 from drafter.proposers.eagle3 import Eagle3Head, PEagleHead
 from drafter.proposers.feature_head import DraftHead, FeatureHead
 from drafter.proposers.ngram import MatchLengths, NgramProposer
-from drafter.proposers.one_pass import OnePassHead, OnePassProposer, ScratchPages
+from drafter.proposers.one_pass import OnePassHead, OnePassProposer, ScratchPages, block_tree_graphs
 from drafter.workspace import draft_workspace, pass_depth
 from workers.comm.groups import World
 from workers.config import DraftConfig
@@ -127,7 +127,11 @@ def _one_pass_proposer(head: OnePassHead, world: World, specs: Specs, kernels: K
     num_scratch = config.max_num_seqs * scratch.per_request * config.page_size
     kv = head.new_kv_pool(num_slots + num_scratch, kv_type)
     graphs = head_graphs(head, kv, config, scratch.per_request) if _has_graphs(world, kernels) else None
-    return OnePassProposer(head, kv, config.page_size, scratch, graphs)
+    tree_graphs = None
+    if _has_tree_graphs(world, kernels):
+        assert specs.draft is not None
+        tree_graphs = block_tree_graphs(head, config, has_leaf_siblings=specs.draft.has_marginals)
+    return OnePassProposer(head, kv, config.page_size, scratch, graphs, tree_graphs)
 
 
 _LOADERS: dict[str, Callable[[World, DraftConfig, Specs, Kernels], Proposer]] = {

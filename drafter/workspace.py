@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from drafter.tree.device import requests_at_once
-from drafter.tree.tree_graphs import STATE_ROW_BYTES, TABLE_ROW_BYTES, shapes
+from drafter.tree.tree_graphs import STATE_ROW_BYTES, TABLE_ROW_BYTES, block_shapes, shapes
 from workers.config import EngineConfig, TreeConfig
 from workers.cuda_graphs import MOST_ROWS, sizes
 from workers.models.draft_methods import method_of
@@ -53,21 +53,34 @@ def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
     captured = pass_bytes(shape, config, most)
 
     logits = V * (item + 4 + 8 * (ranks > 1))  # of a row: as multiplied, in float32, and gathered
-    block_size = 0  # of heads that draft in one pass, whose trees are grown without a graph
+    block_size = 0  # of heads that draft in one pass
     if isinstance(spec, BlockSpec):
         block_size = spec.block_size
     elif spec.has_marginals:
         block_size = pass_depth(spec, tree)
-    if own and ranks == 1 and not block_size and (trees := shapes(config)):
+    depth = spec.max_depth if isinstance(spec, BlockSpec) else block_size  # that a pass drafts
+    trees = block_shapes(config, depth, V) if block_size else shapes(config)
+    if own and ranks == 1 and trees:
         B, most_rows = max(shape.requests for shape in trees), trees[0].requests * trees[0].nodes
-        buffers += B * (layers.hidden_size * item + 4 * V + TABLE_ROW_BYTES) + 8 * tree.longest_path
-        buffers += most_rows * (H * item + 4 * 8) + (most_rows + B) * STATE_ROW_BYTES
-        buffers += sum(plan_bytes(shape, config, b * n, b) for b, n in trees)
+        buffers += (
+            B * (4 * V + TABLE_ROW_BYTES)
+            + 8 * tree.longest_path
+            + most_rows * 4 * 8
+            + (most_rows + B) * STATE_ROW_BYTES
+        )
         best = 16 * tree.num_children * -(-V // _BLOCK)
         scored = max(min(b, requests_at_once(n, V)) * n for b, n in trees)
-        captured += pass_bytes(shape, config, most_rows) + scored * (logits + 4 * V + best + cut_bytes(V))
+        captured += scored * (logits + 4 * V + best + cut_bytes(V))
+        if block_size:
+            buffers += B * (depth * (layers.hidden_size * item + 4 * V) + 8)
+            captured += scored * 2 * 4 * V  # what the pass says of the rows' depths, and its sum with their biases
+        else:
+            buffers += B * layers.hidden_size * item + most_rows * H * item
+            buffers += sum(plan_bytes(shape, config, b * n, b) for b, n in trees)
+            captured += pass_bytes(shape, config, most_rows)
     rows, kept = max_message_rows(config), config.max_num_seqs * config.tree_rows * H * item
     if block_size:
+        buffers += sum(4 * scratch_pages(block_size, config.page_size) * (size.requests + 1) for size in own)
         num_slots = config.max_num_seqs * block_size
         rows += num_slots
         pages = config.max_num_seqs * scratch_pages(block_size, config.page_size)

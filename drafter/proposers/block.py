@@ -57,10 +57,11 @@ class MarkovHead(NamedTuple):
         w2 = VocabHead.load(weights, f"{prefix}markov_w2.weight", spec.draft_vocab_size, weights.tp)
         return MarkovHead(weights.get(f"{prefix}markov_w1.weight"), w2, gate)
 
-    def bias(self, token_F: Tensor, hidden_FH: Tensor) -> Tensor:
+    def bias(self, token_F: Tensor, block: Block, request_F: Tensor, depth: int | Tensor) -> Tensor:
         """Return the biases float32 [F, W] of the children of these tokens."""
         e_Fr = F.embedding(token_F, self.w1_Vr)
         if self.gate is not None:
+            hidden_FH = block.hidden_GDH[request_F, depth]
             e_Fr = torch.sigmoid(self.gate(torch.cat((hidden_FH, e_Fr), dim=-1))) * e_Fr
         return self.w2(e_Fr)
 
@@ -141,9 +142,9 @@ class BlockHead(OnePassHead):
         return Block(hidden_GDH, base_NW.unflatten(0, hidden_GDH.shape[:2]))
 
     @torch.inference_mode()
-    def children(self, block: Block, request_F: Tensor, depth: int, token_F: Tensor) -> Tensor:
+    def children(self, block: Block, request_F: Tensor, depth: int | Tensor, token_F: Tensor) -> Tensor:
         """See `OnePassHead`."""
         logits_FW = block.base_GDW[request_F, depth]
         if self._markov is not None:
-            logits_FW = logits_FW + self._markov.bias(token_F, block.hidden_GDH[request_F, depth])
+            logits_FW = logits_FW + self._markov.bias(token_F, block, request_F, depth)
         return gather_vocab(logits_FW, self.tp, self.spec.draft_vocab_size)

@@ -12,7 +12,9 @@ F nodes, H hidden width, W a vocabulary shard.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +23,10 @@ from torch import Tensor
 
 from drafter.proposers.base import HeadProposer, fed_attention, fed_slots
 from drafter.proposers.feature_head import DraftHead
-from drafter.tree.frontier import Frontier
+from drafter.tree.frontier import Frontier, TreeRoots
+from drafter.tree.tree_graphs import BlockTreeGraphs
 from drafter.workspace import scratch_pages
+from workers.config import EngineConfig
 from workers.cuda_graphs import MAX_ROWS, Graphs
 from workers.kv_cache import KVPool
 from workers.transfer import all_to_device, to_device
@@ -56,8 +60,8 @@ class OnePassHead(DraftHead):
     def block(self, hidden_GDH: Tensor) -> Block:
         """Return what the pass says, from its outputs at the rows that predict."""
 
-    def children(self, block: Block, request_F: Tensor, depth: int, token_F: Tensor) -> Tensor:
-        """Return float32 [F, draft_vocab] of the children of nodes `depth` below their roots. A collective."""
+    def children(self, block: Block, request_F: Tensor, depth: int | Tensor, token_F: Tensor) -> Tensor:
+        """Return float32 [F, draft_vocab] of the children of nodes `depth` (or [F]) below their roots. A collective."""
         return block.base_GDW[request_F, depth]
 
     def write(self, features_MH: Tensor, position_M: Tensor, slot_M: Tensor, kv: KVPool) -> None:
@@ -94,9 +98,16 @@ class OnePassProposer(HeadProposer[OnePassHead]):
     """Drafts with such a head."""
 
     def __init__(
-        self, head: OnePassHead, kv: KVPool, page_size: int, scratch: ScratchPages, graphs: Graphs | None = None
+        self,
+        head: OnePassHead,
+        kv: KVPool,
+        page_size: int,
+        scratch: ScratchPages,
+        graphs: Graphs | None = None,
+        tree_graphs: BlockTreeGraphs | None = None,
     ) -> None:
         super().__init__(head, kv, page_size, graphs)
+        self.tree_graphs: BlockTreeGraphs | None = tree_graphs
         self._scratch = scratch
         self._read_feature()
         self._block: Block
@@ -110,7 +121,7 @@ class OnePassProposer(HeadProposer[OnePassHead]):
         feature_1H = self._head.feature_1H
         self._feature_1H = {"cpu": feature_1H.cpu(), feature_1H.device.type: feature_1H}  # where the link ends
 
-    def extend(self, request: DraftRequest) -> Tensor:
+    def extend(self, request: DraftRequest) -> Tensor | Callable[[], Tensor]:
         """See `Proposer`."""
         features_MH, slot_M = request.features_MH, fed_slots(request)
         assert features_MH is not None, "such a head is fed features"
@@ -128,7 +139,11 @@ class OnePassProposer(HeadProposer[OnePassHead]):
         sent = [row_GD, np.arange(len(anchor_G)), anchor_G.astype(np.int64)]
         row, every_G, parent_G = all_to_device(sent, self._head.device)
         self._block = self._head.block(hidden_NH[row])
-        return self._head.children(self._block, every_G, 0, parent_G)
+        roots = partial(self._head.children, self._block, every_G, 0, parent_G)
+        if self.tree_graphs is None:
+            return roots()
+        self.tree_graphs.set_block(TreeRoots.of(request), *self._block)
+        return roots
 
     def expand(self, frontier: Frontier) -> Tensor:
         """See `Proposer`; no layer runs."""
@@ -174,3 +189,24 @@ class OnePassProposer(HeadProposer[OnePassHead]):
         features_NH = features_LH[to_device(source_N, features_LH.device)]
         position_N = torch.from_numpy(slot_N - np.int32(1))
         return ends_B, self._run(torch.from_numpy(token_N), features_NH, position_N, attention)
+
+
+def block_tree_graphs(
+    head: OnePassHead, config: EngineConfig, *, has_leaf_siblings: bool, is_captured: bool = True
+) -> BlockTreeGraphs:
+    """Capture the growth of whole trees from a head's pass."""
+
+    def children(hidden_BDH: Tensor, base_BDV: Tensor, request_F: Tensor, depth_F: Tensor, token_F: Tensor) -> Tensor:
+        return head.children(Block(hidden_BDH, base_BDV), request_F, depth_F, token_F)
+
+    hidden_1H = torch.zeros(1, head.width, dtype=head.dtype, device=head.device)
+    return BlockTreeGraphs(
+        children,
+        hidden_1H,
+        head.vocab,
+        head.kernels,
+        config,
+        head.depth,
+        has_leaf_siblings=has_leaf_siblings,
+        is_captured=is_captured,
+    )

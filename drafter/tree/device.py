@@ -96,6 +96,7 @@ class StaticOptions:
     kernels: Kernels
     has_truncation: bool  # some request may have min-p, top-k or top-p
     has_penalties: bool
+    has_leaf_siblings: bool = False  # only a node's best child has children; the depth of the others is negative
     static_4R: Tensor | None = None  # see `static_rows`; None = trees grow best-first; contiguous rows
 
 

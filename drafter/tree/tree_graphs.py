@@ -5,6 +5,8 @@
         .set_roots(roots, hidden_MX, row_G)          where this step's trees begin, set by the draft model's `extend`
         (trees) -> UnprunedTrees | None              a replay for each level, one copy to the host
         .learn(kept, cost_model)                     how large the next trees under `auto` may be
+    BlockTreeGraphs(head, ...)                       the same for heads that draft every depth in one pass: no level
+                                                     runs a layer, its logits are looked up
 
 A shape is a number of requests and of nodes. It has two graphs: of the first level, and of any other, which is replayed
 once for each. So trees may have any depth.
@@ -40,6 +42,9 @@ MAX_TREE_ROWS = 1024
 _FEW_ROWS = 128
 """Fewer rows of a level take as long, for the weights are read in any case."""
 
+MAX_BLOCK_LOGITS = 1 << 26
+"""Logits of a pass that drafts every depth, 268 MB: 299 requests of 7 depths of 32,000 tokens, 63 of 151,936."""
+
 _LOGITS_EDITS = ((False, False), (True, False), (True, True))
 """The combinations of (truncation, penalties) that have a graph. Truncation leaves requests without it unchanged."""
 
@@ -47,6 +52,7 @@ _NO_BASE = 1
 """The root's slot of a padding request, never before a model's first slot."""
 
 TABLE_ROW_BYTES = 8 * len(PARAMETERS)
+_LEVEL = PARAMETERS.index("level")
 STATE_ROW_BYTES = 5 * 8 + 8 + 4
 """Of a row in `TreeTensors.state_5BR`, `path_prob_BR` and `weight_BR`, which one copy brings to the host."""
 
@@ -85,15 +91,22 @@ def shapes(config: EngineConfig) -> list[Shape]:
     return sorted(found, key=lambda shape: (-shape.requests * shape.nodes, shape))
 
 
+def block_shapes(config: EngineConfig, depth: int, vocab_size: int) -> list[Shape]:
+    """Return the shapes of heads that draft `depth` tokens in one pass, whose logits all exist at once."""
+    return [shape for shape in shapes(config) if shape.requests * depth * vocab_size <= MAX_BLOCK_LOGITS]
+
+
 class TreeGraphs:
     """Growth over static buffers; a step replays the graphs of the next larger shape.
 
     Args:
         run: the draft model's pass over tree rows.
         logits: its logits [N, V] from its outputs [N, X].
-        plan: plans its attention, for kernels whose plans can be moved.
+        plan: plans its attention, for kernels whose plans can be moved; None = no level attends to anything.
         example_1X: a row of its output, on the device.
+        made: the shapes, if not all of `shapes`.
         reads_features: whether its output is also the feature for the children; otherwise they read none.
+        has_leaf_siblings: see `drafter.tree.policy.DynamicTreePolicy`.
         root_position: the root's position in the draft model, less the root's slot.
         is_captured: see `workers.cuda_graphs.Graphs`.
     """
@@ -102,24 +115,29 @@ class TreeGraphs:
         self,
         run: RunRows,
         logits: Callable[[Tensor], Tensor],
-        plan: Callable[[AttentionMetadata], Any],
+        plan: Callable[[AttentionMetadata], Any] | None,
         example_1X: Tensor,
         vocab: DraftVocabulary,
         kernels: Kernels,
         config: EngineConfig,
         *,
+        made: list[Shape] | None = None,
         reads_features: bool = True,
+        has_leaf_siblings: bool = False,
         root_position: int = 0,
         is_captured: bool = True,
     ) -> None:
         assert config.draft is not None
+        self._has_leaf_siblings = has_leaf_siblings
         self._run, self._logits, self._page_size = run, logits, config.page_size
         self._root_position = root_position
         self._tree, self._vocab, self._kernels = config.draft.tree, vocab, kernels
         self._table_width = config.pages_for(config.max_model_len)
         device = example_1X.device
         self._static_4R = static_rows(self._tree.paths, device) if self._tree.paths else None
-        made = [] if self._tree.paths and vocab.size < self._tree.num_children else shapes(config)
+        made = shapes(config) if made is None else made
+        if self._tree.paths and vocab.size < self._tree.num_children:
+            made = []
         B, D = max((shape.requests for shape in made), default=0), self._tree.longest_path
         self._hidden_BX = example_1X.new_zeros(B, example_1X.shape[1])
         self._features_BH = self._hidden_BX if reads_features else self._hidden_BX[:, :0]
@@ -131,7 +149,7 @@ class TreeGraphs:
         self._state = example_1X.new_zeros(STATE_ROW_BYTES * R, dtype=torch.uint8)
         self._inputs = example_1X.new_zeros(4 * N, dtype=torch.int64)
         self._feature = example_1X.new_zeros(N * self._features_BH.shape[1])
-        self._plans: dict[Shape, Any] = {shape: plan(self._attention(shape)) for shape in made}
+        self._plans: dict[Shape, Any] = {shape: plan and plan(self._attention(shape)) for shape in made}
         self._wanted_nodes, self._wanted_levels = self._tree.num_speculative_tokens, D
         self._recorder = Recorder(device)
         self._grow: dict[tuple[Shape, bool, bool], tuple[Callable[[], None], Callable[[], None]]] = {}
@@ -232,7 +250,8 @@ class TreeGraphs:
         self._sent[: len(sent)].copy_(sent, non_blocking=True)
         if has_penalties:
             write_token_counts(self._count_BV[:num_requests], trees.logits_states, self._vocab.columns)
-        self._plans[shape].move(*self._places(num_requests))
+        if self._plans[shape] is not None:
+            self._plans[shape].move(*self._places(num_requests))
         first, further = self._grow[shape, has_penalties or sampling.needs.truncates, has_penalties]
         first()
         for _ in range(num_levels - 1):
@@ -241,6 +260,7 @@ class TreeGraphs:
         state_5BR, path_prob_BR, weight_BR = (part.numpy() for part in _state_views(torch.from_numpy(grown), shape))
         b, row = np.nonzero(weight_BR[:num_trees] > 0)
         token, parent, depth = state_5BR[:3, b, row]
+        depth = np.abs(depth)  # that of leaf siblings is negative
         nodes = TreeNodes(
             request_N=b,
             row_N=row,
@@ -266,12 +286,20 @@ class TreeGraphs:
 
     def _add_further(self, shape: Shape, has_truncation: bool, has_penalties: bool) -> None:
         """Read all rows and grow another level. A graph captures this."""
-        trees, plan = self._tensors(shape), self._plans[shape]
+        trees = self._tensors(shape)
+        self._add(shape, has_truncation, has_penalties, trees, self._read(shape, trees), is_first=False)
+
+    def _read(self, shape: Shape, trees: TreeTensors) -> Tensor:
+        """Return the draft model's outputs [B, N, X] at all rows but the roots."""
         token_BN, position_BN, ancestors_BN, _ = trees.inputs_4BN
+        plan = self._plans[shape]
         plan.set_ancestors(ancestors_BN.flatten())
         out_NX = self._run(plan, token_BN.flatten(), trees.feature_BNH.flatten(0, 1), position_BN.flatten())
-        hidden_BNX = out_NX.view(*token_BN.shape, -1)
-        self._add(shape, has_truncation, has_penalties, trees, hidden_BNX, is_first=False)
+        return out_NX.view(*token_BN.shape, -1)
+
+    def _level_logits(self, trees: TreeTensors, hidden_BFX: Tensor, own: slice) -> Tensor:
+        """Return the logits [rows, V] of the children of some requests' rows."""
+        return self._logits(hidden_BFX[own].flatten(0, 1))
 
     def _add(
         self,
@@ -291,6 +319,7 @@ class TreeGraphs:
             kernels=self._kernels,
             has_truncation=has_truncation,
             has_penalties=has_penalties,
+            has_leaf_siblings=self._has_leaf_siblings,
             static_4R=None if self._static_4R is None else self._static_4R[:, : 1 + shape.nodes],
         )
         inputs = GrowInputs(
@@ -299,7 +328,8 @@ class TreeGraphs:
             table=self._parameters[: shape.requests],
             log_odds_D=self._odds_D,
         )
-        add_level(trees, inputs, options, hidden_BFX, self._logits, is_first=is_first)
+        logits = partial(self._level_logits, trees, hidden_BFX)
+        add_level(trees, inputs, options, logits, hidden_BFX, is_first=is_first)
 
     def _tensors(self, shape: Shape) -> TreeTensors:
         """Return the views of the buffers that trees of this shape have."""
@@ -336,6 +366,68 @@ class TreeGraphs:
         table_BP = np.zeros((num_requests, width), dtype=np.int32)
         table_BP[:num_trees, :num_pages] = table_GP
         return base_B, table_BP
+
+
+class BlockTreeGraphs(TreeGraphs):
+    """The same for heads that draft every depth in one pass. `set_block` replaces `set_roots`.
+
+    children: of the head, (block's hidden [B, D, H], base [B, D, V], request_F, depth_F, token_F) -> logits [F, V].
+    hidden_1H: a row of its outputs.
+    """
+
+    def __init__(
+        self,
+        children: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor],
+        hidden_1H: Tensor,
+        vocab: DraftVocabulary,
+        kernels: Kernels,
+        config: EngineConfig,
+        depth: int,
+        *,
+        has_leaf_siblings: bool,
+        is_captured: bool = True,
+    ) -> None:
+        made = block_shapes(config, depth, vocab.size)
+        B = max((shape.requests for shape in made), default=0)
+        self._children, self._request_B = children, torch.arange(B, device=hidden_1H.device)
+        self._hidden_BDH = hidden_1H.new_zeros(B, depth, hidden_1H.shape[1])
+        self._base_BDV = hidden_1H.new_zeros(B, depth, vocab.size, dtype=torch.float32)
+        super().__init__(
+            _run_nothing,
+            _run_nothing,
+            None,
+            hidden_1H[:, :0],
+            vocab,
+            kernels,
+            config,
+            made=made,
+            has_leaf_siblings=has_leaf_siblings,
+            is_captured=is_captured,
+        )
+
+    def set_block(self, roots: TreeRoots, hidden_GDH: Tensor, base_GDV: Tensor) -> None:
+        """Set where the trees of this step begin, and what the pass says of every depth."""
+        self._roots = roots
+        if len(hidden_GDH) <= len(self._hidden_BDH):  # no graph grows more trees
+            self._hidden_BDH[: len(hidden_GDH)].copy_(hidden_GDH)
+            self._base_BDV[: len(base_GDV)].copy_(base_GDV)
+
+    def _read(self, shape: Shape, trees: TreeTensors) -> Tensor:
+        return trees.feature_BNH  # [B, N, 0]: nothing runs
+
+    def _level_logits(self, trees: TreeTensors, hidden_BFX: Tensor, own: slice) -> Tensor:
+        table, request_B = (column[: len(hidden_BFX)][own] for column in (self._parameters, self._request_B))
+        if hidden_BFX is trees.feature_BNH:
+            token_BF, depth_B = trees.inputs_4BN[0, own], table[:, _LEVEL].long()
+        else:  # of the roots
+            token_BF, depth_B = table[:, :1].long(), torch.zeros_like(request_B)
+        depth_B = depth_B.clamp(max=self._base_BDV.shape[1] - 1)  # capturing counts levels that no tree has
+        request_F, depth_F = (each_B[:, None].expand_as(token_BF).flatten() for each_B in (request_B, depth_B))
+        return self._children(self._hidden_BDH, self._base_BDV, request_F, depth_F, token_BF.flatten())
+
+
+def _run_nothing(*_: Any) -> Tensor:
+    raise AssertionError("no level runs a layer")
 
 
 def _odds_bytes(num_levels: int) -> int:

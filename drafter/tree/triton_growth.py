@@ -49,17 +49,18 @@ def add_level(
     trees: TreeTensors,
     inputs: GrowInputs,
     options: StaticOptions,
+    logits: Callable[[slice], Tensor],
     hidden_BFX: Tensor,
-    logits: Callable[[Tensor], Tensor],
     *,
     is_first: bool,
 ) -> None:
     """Add the children of the nodes of the last level; no value is read on the host.
 
-    hidden_BFX: the draft model's outputs at the roots (F = 1) or at all other rows (F = N), contiguous. logits: theirs.
+    logits: of some requests' roots (F = 1) or all other rows (F = N), [rows, V]. hidden_BFX: the features for the
+    children of all of them, contiguous; not read where the draft model has none.
     """
-    (B, F, _), K = hidden_BFX.shape, min(options.tree.num_children, options.vocab.size)
-    device = hidden_BFX.device
+    B, F = len(inputs.table), 1 if is_first else trees.num_nodes
+    K, device = min(options.tree.num_children, options.vocab.size), inputs.table.device
     children = _Children(
         torch.empty(2, B, F * K, dtype=torch.int64, device=device),
         torch.empty(B, F * K, dtype=torch.float32, device=device),
@@ -68,8 +69,7 @@ def add_level(
     count = requests_at_once(F, options.vocab.size)
     for begin in range(0, B, count):
         own = slice(begin, begin + count)
-        logits_FV = logits(hidden_BFX[own].flatten(0, 1))
-        _score(trees.rows_of(own), inputs.rows_of(own), options, logits_FV, children, begin, is_first=is_first)
+        _score(trees.rows_of(own), inputs.rows_of(own), options, logits(own), children, begin, is_first=is_first)
     (_keep if options.static_4R is None else _place)(trees, inputs.table, options, children, is_first=is_first)
     if H := trees.feature_BNH.shape[2]:
         N, features_BH = trees.num_nodes, inputs.features_BH
@@ -126,7 +126,8 @@ def _keep(trees: TreeTensors, table: Tensor, options: StaticOptions, children: _
     _keep_best[(B,)](
         *children, table, trees.state_5BR, trees.weight_BR, trees.path_prob_BR, trees.inputs_4BN, new_row_BR,
         table.shape[1], B, N, C, K,
-        IS_FIRST=is_first, ROWS=triton.next_power_of_2(R), CANDIDATES=triton.next_power_of_2(R + C), CHUNK=16,
+        IS_FIRST=is_first, HAS_LEAF_SIBLINGS=options.has_leaf_siblings,
+        ROWS=triton.next_power_of_2(R), CANDIDATES=triton.next_power_of_2(R + C), CHUNK=16,
     )  # fmt: skip
 
 
@@ -395,7 +396,8 @@ def _keep_best(
     children_ptr, child_weight_ptr, child_path_prob_ptr, table_ptr,
     state_ptr, weight_ptr, path_prob_ptr, rows_ptr, new_row_ptr,
     table_width, num_requests, num_nodes, num_children, k,
-    IS_FIRST: tl.constexpr, ROWS: tl.constexpr, CANDIDATES: tl.constexpr, CHUNK: tl.constexpr,
+    IS_FIRST: tl.constexpr, HAS_LEAF_SIBLINGS: tl.constexpr,
+    ROWS: tl.constexpr, CANDIDATES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Keep a request's root and its best candidates in their order; ties go to the earlier one.
 
@@ -471,6 +473,9 @@ def _keep_best(
 
     token = tl.where(is_row, old_token, child_token)
     new_depth = tl.where(is_row, old_depth, depth + 1)
+    if HAS_LEAF_SIBLINGS:  # whose depth is negative, so that they are never nodes of the last level
+        is_leaf = is_child & ((candidate - num_rows) % k > 0)
+        new_depth = tl.where(is_leaf, -new_depth, new_depth)
     out = state_ptr + old + new_row
     tl.store(out, token, mask=is_kept)
     tl.store(out + field, new_parent, mask=is_kept)

@@ -362,6 +362,19 @@ def test_tree_graphs_give_the_cpus_tokens_with_one_wait_per_side(
     assert set(on_device.untold) <= ONCE
 
 
+@pytest.mark.parametrize(("method", "tree"), [("dspark", AUTO), ("dspark", CHAIN), ("peagle", DYNAMIC)])
+def test_heads_of_one_pass_grow_trees_in_graphs_with_the_cpus_tokens(
+    models: Path, method: str, tree: TreeConfig
+) -> None:
+    work = jobs(COUPLED, "coupled")
+    config = config_for(models, method, tree)
+    on_device, on_cpu = run(config, work), run(replace(config, device="cpu"), work)
+    assert on_device.tokens == on_cpu.tokens and on_device.num_drafts == on_cpu.num_drafts > 20
+    places = {"verifier.target._draw", "drafter.tree.tree_graphs.__call__", "workers.comm.channel._send", *ONCE}
+    assert set(on_device.waits) <= places, "the host waits for no level"
+    assert on_device.waits["drafter.tree.tree_graphs.__call__"] > 10
+
+
 @pytest.mark.parametrize(
     ("is_drafted", "is_eager", "order"),
     [

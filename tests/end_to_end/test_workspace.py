@@ -146,7 +146,7 @@ def test_the_target_takes_what_was_counted(
     )
     assert_counted(counted.buffers, measured.buffers)
     assert_counted(counted.captured, measured.captured)
-    assert_counted(counted.eager, eager, most=4.2)  # scored prompts and earlier steps' states take the rest
+    assert_counted(counted.eager, eager, most=4.0)  # scored prompts and earlier steps' states take the rest
 
 
 def test_a_pass_without_graphs_takes_what_was_counted(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def drafted(
 ) -> tuple[Workspace, Measured, int]:
     """Return what was counted, what graphs took, and the most that drafting took outside of them."""
     captures = [(methods, name) for name in ("decoder_graphs", "head_graphs")]
-    captures += [(methods, name) for name in ("decoder_tree_graphs", "head_tree_graphs")]
+    captures += [(methods, name) for name in ("decoder_tree_graphs", "head_tree_graphs", "block_tree_graphs")]
     measured = Measured(cuda, monkeypatch, *captures)
     kernels = kernels_for(torch.device("cuda", 0), config.kernels, config.enforce_eager)
     assert config.draft is not None
@@ -210,7 +210,10 @@ def drafted(
     return draft_workspace(config, specs.draft), measured, eager
 
 
-@pytest.mark.parametrize(("method", "dtype"), [("eagle3", "bfloat16"), ("draft_model", "float32")])
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [("eagle3", "bfloat16"), ("draft_model", "float32"), ("dspark", "bfloat16"), ("peagle", "float32")],
+)
 def test_a_drafter_takes_what_was_counted(
     models: Path, monkeypatch: pytest.MonkeyPatch, method: str, dtype: str
 ) -> None:

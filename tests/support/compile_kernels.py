@@ -336,7 +336,7 @@ def growth() -> Iterator[Case]:
         yield Case(
             name=f"tree: keep best{' of the first level' if is_first else ''}",
             kernel=triton_growth._keep_best,
-            constants=dict(IS_FIRST=is_first, ROWS=32, CANDIDATES=candidates, CHUNK=16),
+            constants=dict(IS_FIRST=is_first, HAS_LEAF_SIBLINGS=is_first, ROWS=32, CANDIDATES=candidates, CHUNK=16),
             types=best,
         )
     yield Case(

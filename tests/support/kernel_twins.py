@@ -375,7 +375,7 @@ def _keep_best(
     children: Tensor, child_weight: Tensor, child_path_prob: Tensor, table: Tensor,
     state: Tensor, weight: Tensor, path_prob: Tensor, rows: Tensor, new_row: Tensor,
     table_width: int, num_requests: int, num_nodes: int, num_children: int, k: int,
-    *, IS_FIRST: bool, **_: Any,
+    *, IS_FIRST: bool, HAS_LEAF_SIBLINGS: bool, **_: Any,
 ) -> None:  # fmt: skip
     parameters, num_rows, depth = _row(*table.unbind(1)), 1 + num_nodes, _level(table, is_first=IS_FIRST)
     if IS_FIRST:
@@ -388,7 +388,10 @@ def _keep_best(
         nodes = _Nodes(token, parent, old_depth, weight, path_prob, column)
     parent = (torch.arange(num_children) // k + (depth > 0)).expand(num_requests, -1)
     token, column = children
-    below = _Nodes(token, parent, torch.full_like(parent, depth + 1), child_weight, child_path_prob, column)
+    child_depth = torch.full_like(parent, depth + 1)
+    if HAS_LEAF_SIBLINGS:
+        child_depth = torch.where(torch.arange(num_children) % k > 0, -child_depth, child_depth)
+    below = _Nodes(token, parent, child_depth, child_weight, child_path_prob, column)
     kept, old_parent = _best(nodes, below, parameters.num_nodes)
     ancestors = _ancestors(kept.parent, depth + 1)
     for place, value in zip(state, (*kept[:3], kept.column, ancestors), strict=True):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drafter.drafter import Drafter, warm_up_requests
 from drafter.proposers.base import head_graphs
-from drafter.proposers.one_pass import OnePassProposer, ScratchPages
+from drafter.proposers.one_pass import OnePassProposer, ScratchPages, block_tree_graphs
 from drafter.tree.frontier import Frontier
 from drafter.tree.policy import make_tree_policy
 from tests.support import checkpoints
@@ -80,16 +80,18 @@ def feed(histories: list[list[int]], features: list[Tensor], start: list[int], s
     )
 
 
-def proposer_of(path: Path, target: Path, *, is_padded: bool = False) -> OnePassProposer:
+def proposer_of(
+    path: Path, target: Path, *, is_padded: bool = False, num_pages: int = PAGES, page_size: int = PAGE
+) -> OnePassProposer:
     """is_padded: whether passes run as in graphs, context rows among them."""
     head = checkpoints.load_block(path, target)
-    scratch = ScratchPages(PAGES, PAGE, head.spec.block_size)
-    kv = head.new_kv_pool((PAGES + 2 * scratch.per_request) * PAGE)
+    scratch = ScratchPages(num_pages, page_size, head.spec.block_size)
+    kv = head.new_kv_pool((num_pages + 2 * scratch.per_request) * page_size)
     with torch.inference_mode():
         kv.data.fill_(7.0)  # reading slot 0 or an unwritten slot changes the result
-    config = EngineConfig(model_path=str(target), page_size=PAGE, max_num_seqs=2, max_model_len=16)
+    config = EngineConfig(model_path=str(target), page_size=page_size, max_num_seqs=2, max_model_len=16)
     graphs = head_graphs(head, kv, config, scratch.per_request, is_captured=False) if is_padded else None
-    return OnePassProposer(head, kv, PAGE, scratch, graphs)
+    return OnePassProposer(head, kv, page_size, scratch, graphs)
 
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["as it is", "padded as in graphs"])
@@ -188,6 +190,36 @@ def has_leaf_siblings(trees: TreeBatch) -> bool:
     """Return whether no depth of a tree has two nodes with children."""
     inner = set(trees.parent_N[1:].tolist())
     return len(inner) == len({int(trees.depth_N[row]) for row in inner})
+
+
+TREE_HEADS = ["DSpark of DeepSpec", "DSpark of DeepSpec, gated", "DSpark of speculators", "DFlash of z-lab"]
+
+
+@pytest.mark.parametrize("name", TREE_HEADS)
+def test_trees_grown_on_a_device_equal_those_grown_level_by_level(tmp_path: Path, target: Path, name: str) -> None:
+    """Two requests at T = 0 and 1, and a padding request; then the second alone, with a smaller tree."""
+    pytest.importorskip("triton")
+    from tests.drafter.tree import test_tree_graphs as tree_cases
+    from tests.support.kernel_twins import growth_twins
+
+    path = checkpoints.write_block(tmp_path, **HEADS[name])
+    by_level, at_once = (proposer_of(path, target, num_pages=40, page_size=tree_cases.PAGE) for _ in range(2))
+    has_leaves, head = "DFlash" in name, at_once._head
+    tree = tree_cases.TREE
+    draft = DraftConfig(method="dspark", model_path=str(path), tree=tree)
+    config = EngineConfig(model_path=str(target), draft=draft, max_num_seqs=3, max_model_len=64)
+    policy, generator = make_tree_policy(tree, has_leaf_siblings=has_leaves), torch.Generator().manual_seed(5)
+    with growth_twins():
+        at_once.tree_graphs = block_tree_graphs(head, config, has_leaf_siblings=has_leaves, is_captured=False)
+        at_once.expand = None  # type: ignore[assignment, method-assign]
+        for step, fed in (({0: (4, 14, 4), 1: (9, 14, 4)}, [1, 1]), ({1: (2, 5, 3)}, [5, 10])):
+            asked = tree_cases.message(step, fed, head.width, generator, "cpu")
+            asked = replace(asked, token_M=asked.token_M % 96)
+            expected, got = (Drafter(proposer, policy).draft(asked) for proposer in (by_level, at_once))
+            for field in TreeBatch.__slots__:
+                torch.testing.assert_close(getattr(got.trees, field), getattr(expected.trees, field), atol=1e-4, rtol=0)
+            assert len(got.trees.token_N) > 5
+            assert has_leaf_siblings(got.trees) or not has_leaves
 
 
 @pytest.mark.parametrize("name", ["DSpark of DeepSpec", "DFlash of z-lab"])
