@@ -101,6 +101,7 @@ FITTING = [
     ("8B", "h100", {"placement": "dedicated", "max_model_len": 8192}),
     ("8B", "h100", {"placement": "colocated", "max_model_len": 131072, "max_num_seqs": 16}),
     ("8B", "l4", {"max_model_len": 8192}),
+    ("8B", "l4", {"placement": "colocated", "max_model_len": 2048, "max_num_seqs": 32, "max_num_batched_tokens": 512}),
     ("8B", "l4", {"placement": "dedicated", "max_model_len": 32768, "tensor_parallel_size": 2}),
     ("8B", "a100", {"placement": "colocated", "max_model_len": 131072, "kv_cache_dtype": "fp8", "nodes": 63}),
     ("70B", "h100", {"placement": "colocated", "max_model_len": 8192, "tensor_parallel_size": 4}),
