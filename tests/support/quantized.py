@@ -74,11 +74,20 @@ def int8(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {name: codes.to(torch.int8), f"{name}_scale": scale}, codes * scale.float()
 
 
-def fp8(name: str, weight: Tensor, parts: tuple[int, int], suffix: str) -> tuple[dict[str, Tensor], Tensor]:
+def fp8(
+    name: str,
+    weight: Tensor,
+    parts: tuple[int, int],
+    suffix: str,
+    inputs: str = "input_scale",
+    *,
+    is_flat: bool = False,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Store float8, with a scale of the inputs. is_flat: the scales of the rows have one axis."""
     codes, scale = float8(weight, *parts)
     plain = codes.float() * spread(scale, weight.shape)
-    stored = scale.reshape(()) if parts == (1, 1) else scale
-    return {name: codes, f"{name}{suffix}": stored, f"{name[:-6]}input_scale": torch.tensor(0.5)}, plain
+    stored = scale.reshape(()) if parts == (1, 1) else scale.flatten() if is_flat else scale
+    return {name: codes, f"{name}{suffix}": stored, f"{name[:-6]}{inputs}": torch.tensor(0.5)}, plain
 
 
 def packed(
@@ -108,14 +117,19 @@ def packed(
 def transposed(name: str, weight: Tensor, form: str) -> tuple[dict[str, Tensor], Tensor]:
     """AWQ and GPTQ store the transposed weight."""
     base, bits = name[:-6], 8 if form.endswith("8") else 4
-    codes, scale, zero = integers(weight, GROUP, bits)
-    plain = (codes - zero.repeat_interleave(GROUP, 1)) * scale.repeat_interleave(GROUP, 1)
+    group_I = torch.arange(weight.shape[1]) // GROUP
+    if form == "gptq, order":
+        group_I = group_I[torch.randperm(len(group_I), generator=torch.Generator().manual_seed(0))]
+    order = group_I.argsort(stable=True)
+    codes, scale, zero = integers(weight[:, order], GROUP, bits)
+    codes = codes[:, order.argsort()]
+    plain = (codes - zero[:, group_I]) * scale[:, group_I]
     tensors = {f"{base}scales": scale.t().half().contiguous()}
     if form == "awq":
         order = (0, 4, 1, 5, 2, 6, 3, 7)
         return tensors | {f"{base}qweight": pack(codes.t(), 1, order), f"{base}qzeros": pack(zero.t(), 1, order)}, plain
-    group_I = torch.arange(weight.shape[1]) // GROUP
-    stored = {f"{base}qweight": pack(codes.t(), 0, bits=bits), f"{base}qzeros": pack(zero.t() - 1, 1, bits=bits)}
+    less = 0 if form == "gptq, v2" else 1
+    stored = {f"{base}qweight": pack(codes.t(), 0, bits=bits), f"{base}qzeros": pack(zero.t() - less, 1, bits=bits)}
     return tensors | stored | {f"{base}g_idx": group_I.int()}, plain
 
 
@@ -159,7 +173,10 @@ FORMS: dict[str, tuple[dict[str, Any], Any]] = {
         {"quant_method": "fp8", "weight_block_size": [16, 32]},
         lambda name, w: fp8(name, w, (w.shape[0] // 16, w.shape[1] // 32), "_scale_inv"),
     ),
-    "FP8, one scale": ({"quant_method": "fp8"}, lambda name, w: fp8(name, w, (1, 1), "_scale")),
+    "FP8, one scale": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        lambda name, w: fp8(name, w, (1, 1), "_scale_inv", "activation_scale"),
+    ),
     "compressed-tensors FP8, one scale": (
         compressed("float-quantized", type="float", strategy="tensor"),
         lambda name, w: fp8(name, w, (1, 1), "_scale"),
@@ -187,6 +204,10 @@ FORMS: dict[str, tuple[dict[str, Any], Any]] = {
     "ModelOpt FP8": (
         {"quant_method": "modelopt", "quant_algo": "FP8"}, lambda name, w: fp8(name, w, (1, 1), "_scale")
     ),
+    "ModelOpt FP8, a scale per row": (
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        lambda name, w: fp8(name, w, (len(w), 1), "_scale", is_flat=True),
+    ),
     "ModelOpt NVFP4": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4"}, lambda name, w: nvfp4(name, w, is_modelopt=True)
     ),
@@ -199,6 +220,12 @@ FORMS: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": GROUP}, lambda name, w: transposed(name, w, "awq")),
     "GPTQ": (_GPTQ | {"bits": 4}, lambda name, w: transposed(name, w, "gptq")),
+    "GPTQ, activation order": (
+        _GPTQ | {"bits": 4, "desc_act": True}, lambda name, w: transposed(name, w, "gptq, order")
+    ),
+    "GPTQ, format 2": (
+        _GPTQ | {"bits": 4, "checkpoint_format": "gptq_v2"}, lambda name, w: transposed(name, w, "gptq, v2")
+    ),
     "GPTQ in 8 bits": (_GPTQ | {"bits": 8}, lambda name, w: transposed(name, w, "gptq8")),
 }  # fmt: skip
 """The `quantization_config` of each form, and what stores a weight [O, I] so: name, weight -> tensors, plain weight."""

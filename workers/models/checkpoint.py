@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workers.models.config_json import read_json
-from workers.models.quantization import QuantizedWeight, dtype_of, read_quantization, shape_of, weights_of
+from workers.models.quantization import read_quantization, weights_of
+from workers.models.quantized_weight import QuantizedWeight, dtype_of, shape_of
 
 if TYPE_CHECKING:
     import torch

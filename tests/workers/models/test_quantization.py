@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.support import checkpoints, quantized
 from tests.workers.models.test_model_parity import Chunk, PagedRun, oracle, oracle_logits, random_tokens
 from workers.kernels.block_scaled import KEPT_TYPES, BlockScaled
-from workers.models import quantization
+from workers.models import quantized_weight
 from workers.models.checkpoint import Weights
 from workers.models.layers import Runtime, TensorParallel
 from workers.models.load import load_decoder
@@ -97,11 +97,11 @@ KEPT = [form for form in quantized.FORMS if "FP4" not in form and "order" not in
 def test_weights_stay_in_their_bits_where_a_kernel_multiplies_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    monkeypatch.setattr(quantization, "_ROWS", 7)
+    monkeypatch.setattr(quantized_weight, "_ROWS", 7)
     path = checkpoints.write_model(tmp_path, "llama", **BLOCKS_OF_32)
     plain = quantized.quantize(path, form)
     weights = Weights(path, torch.bfloat16, kept=KEPT_TYPES)
-    bits = 4 if "W4" in form or form in ("AWQ", "GPTQ") else 8
+    bits = 4 if "W4" in form or form in ("AWQ", "GPTQ", "GPTQ, format 2") else 8
     for name in ("model.layers.0.mlp.down_proj.weight", "model.layers.1.self_attn.k_proj.weight"):
         for rank in range(2):
             for dim in (0, 1):
@@ -152,7 +152,7 @@ def test_a_missing_part_is_an_error(tmp_path: Path, form: str, part: str) -> Non
     path = checkpoints.write_model(tmp_path, "llama", **BLOCKS_OF_32)
     quantized.quantize(path, form)
     checkpoints.edit_weights(path, remove=(f"model.layers.0.mlp.up_proj.{part}",))
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj\.\w+ has no (global scale|scales)"):
+    with pytest.raises(ValueError, match=rf"has no model\.layers\.0\.mlp\.up_proj\.{part}: fetch or copy"):
         Weights(path)
 
 
@@ -161,6 +161,7 @@ def test_a_missing_part_is_an_error(tmp_path: Path, form: str, part: str) -> Non
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantized by bitsandbytes"),
         ({"quant_method": "gptq", "bits": 3}, r"gptq \{'bits': 3\}"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'checkpoint_format': 'marlin'"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "ModelOpt's W4A8_AWQ"),
         (quantized.compressed("marlin-24", num_bits=4, type="int"), "in the format marlin-24"),
