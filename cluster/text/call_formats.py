@@ -51,7 +51,9 @@ class CallFormat(NamedTuple):
     has_list: bool = False
     """The opening may be before a list of objects."""
     is_first: bool = False
-    """A call may only begin the answer, and needs no mark."""
+    """A call that begins the answer needs no mark."""
+    unopened: str = ""
+    """What begins a call whose opening the model left out."""
 
 
 def _head(pattern: str, example: str) -> Head:
@@ -64,6 +66,7 @@ FORMATS: dict[str, CallFormat] = {
     "qwen3_coder": CallFormat(
         taught=r"<function=[^>]*>\\?n?\s*<parameter=",
         opening="<tool_call>",
+        unopened="<function=",
         head=_head(rf"\s*<function={_NAME}\s*>", "<function=x>"),
         argument=_head(r"<parameter=([^>]+)>", "<parameter=x>"),
         value_end="</parameter>",
@@ -82,6 +85,7 @@ FORMATS: dict[str, CallFormat] = {
     "minimax_m2": CallFormat(
         taught="<minimax:tool_call>",
         opening="<minimax:tool_call>",
+        unopened='<invoke name="',
         head=_head(rf'\s*<invoke name="{_NAME}">', '<invoke name="x">'),
         argument=_head(r'<parameter name="([^">]+)">', '<parameter name="x">'),
         value_end="</parameter>",
@@ -91,6 +95,7 @@ FORMATS: dict[str, CallFormat] = {
     "deepseek_v3": CallFormat(
         taught="<｜tool▁sep｜>.{0,200}```json",
         opening="<｜tool▁calls▁begin｜>",
+        unopened="<｜tool▁call▁begin｜>",
         head=_head(
             rf"\s*<｜tool▁call▁begin｜>function<｜tool▁sep｜>{_NAME}\s*```json\s*(?=\S)",
             "<｜tool▁call▁begin｜>function<｜tool▁sep｜>x```json{",
@@ -101,6 +106,7 @@ FORMATS: dict[str, CallFormat] = {
     "deepseek_v31": CallFormat(
         taught="<｜tool▁sep｜>",
         opening="<｜tool▁calls▁begin｜>",
+        unopened="<｜tool▁call▁begin｜>",
         head=_head(rf"\s*<｜tool▁call▁begin｜>{_NAME}<｜tool▁sep｜>", "<｜tool▁call▁begin｜>x<｜tool▁sep｜>"),
         closing="<｜tool▁call▁end｜>",
         ending="<｜tool▁calls▁end｜>",
@@ -108,6 +114,7 @@ FORMATS: dict[str, CallFormat] = {
     "kimi_k2": CallFormat(
         taught=r"<\|tool_call_argument_begin\|>",
         opening="<|tool_calls_section_begin|>",
+        unopened="<|tool_call_begin|>",
         head=_head(
             r"\s*<\|tool_call_begin\|>\s*(?:functions\.)?([\w.-]{1,128}?)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
             "<|tool_call_begin|>x:0<|tool_call_argument_begin|>",

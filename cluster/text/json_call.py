@@ -8,11 +8,14 @@ _NAMES, _ARGUMENTS = ("name", "function"), ("arguments", "parameters")
 
 
 class JsonValue:
-    """Finds the end of one JSON value in text that arrives in pieces. It does not check the value."""
+    """Finds the end of one JSON value in text that arrives in pieces. It does not check the value.
 
-    def __init__(self) -> None:
+    stop: a character that no value has outside of its strings, which ends it.
+    """
+
+    def __init__(self, stop: str = "") -> None:
         self.is_complete = False
-        self._depth = 0
+        self._stop, self._depth = stop, 0
         self._is_string = self._is_escaped = self._is_plain = False
 
     def feed(self, text: str) -> int:
@@ -26,6 +29,9 @@ class JsonValue:
                 elif char == '"':
                     self._is_string = False
                     self.is_complete = self._depth == 0
+            elif char == self._stop:
+                self.is_complete = True
+                return position
             elif char == '"':
                 self._is_string = True
             elif char in "{[":

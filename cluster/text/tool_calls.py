@@ -106,18 +106,19 @@ class ToolCallReader:
 
     def _read_text(self, text: str) -> str | None:
         """Read content up to the mark of a call."""
-        opening = self._form.opening
-        if not text or not opening or self._form.is_first:
+        opening, unopened = self._form.opening, self._form.unopened
+        if not text or not opening:
             self._add_content(text)
             self._rest = ""
             return None
-        before, found, behind = text.partition(opening)
-        if found:
-            self._add_content(before, rest=found + behind)
-            self._state = self._read_marks
-            self._begin_call(found)
-            return behind
-        held = longest_overlap(text, opening)
+        places = [(at, mark) for mark in (opening, unopened) if mark and (at := text.find(mark)) >= 0]
+        if places:
+            at, mark = min(places)
+            self._add_content(text[:at], rest=text[at:])
+            self._state = self._read_marks if mark == opening else self._read_unopened
+            self._begin_call(mark if mark == opening else "")
+            return text[at + len(mark) :] if mark == opening else text[at:]
+        held = max(longest_overlap(text, opening), longest_overlap(text, unopened))
         self._rest = text[len(text) - held :]
         self._add_content(text[: len(text) - held], rest=self._rest)
         return None
@@ -143,6 +144,20 @@ class ToolCallReader:
         else:
             self._state = self._read_call if self._form.head is None else self._read_head
         return behind
+
+    def _read_unopened(self, text: str) -> str | None:
+        """Read the beginning of a call whose opening is missing. It is content unless its function is offered."""
+        head, mark = self._form.head, self._form.unopened
+        assert head is not None
+        found = head.pattern.match(text)
+        if not found and head.may_begin(text):
+            return None
+        if found and found[1] in self._schemas:
+            self._state = self._read_head
+            return text
+        self._state = self._read_text
+        self._add_content(mark, rest=text[len(mark) :])
+        return text[len(mark) :]
 
     def _read_head(self, text: str) -> str | None:
         """Read the name of a call, up to its arguments."""
@@ -271,7 +286,14 @@ class ToolCallReader:
         if not text:
             return None
         if self._value is None:
-            self._value = JsonValue()
+            stripped, closing = text.lstrip(), self._form.closing
+            if closing and closing.startswith(stripped[: len(closing)]):
+                if len(stripped) < len(closing):
+                    return None
+                self._add_arguments("{}")
+                self._state = self._read_closing
+                return stripped
+            self._value = JsonValue(closing[:1])
         used = self._value.feed(text)
         self._add_arguments(text[:used])
         if self._value.is_complete:

@@ -86,6 +86,8 @@ WRITTEN: list[tuple[str, str, str, Calls]] = [
     ),
     ("llama3_json", '{"answer": 5}\n', '{"answer": 5}\n', []),
     ("llama3_json", 'Say {"name": "f", "parameters": {}}', 'Say {"name": "f", "parameters": {}}', []),
+    ("llama3_json", 'I look. <|python_tag|>{"name": "f", "parameters": {}}', "I look.", [("f", "{}")]),
+    ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
     ("llama3_json", "<|pyth", "<|pyth", []),
     ("llama3_json", '<|python_tag|> <|python_tag|>{"name": "f"}', "", [("f", "{}")]),
     ("llama3_json", '<|python_tag|>{"answer": 5}', '<|python_tag|>{"answer": 5}', []),
@@ -124,6 +126,17 @@ WRITTEN: list[tuple[str, str, str, Calls]] = [
         "",
         [("f", '{"a": "</para\\n"}')],
     ),
+    # calls whose opening is missing, of functions that are offered
+    (
+        "qwen3_coder",
+        "I look.\n<function=f>\n<parameter=n>\n5\n</parameter>\n</function>\n</tool_call>",
+        "I look.",
+        [("f", '{"n": 5}')],
+    ),
+    ("qwen3_coder", "Write <function=example> or <function=f", "Write <function=example> or <function=f", []),
+    ("minimax_m2", '<invoke name="f"></invoke></minimax:tool_call>', "", [("f", "{}")]),
+    ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "", [("f", "{}")]),
+    ("kimi_k2", "<|tool_call_begin|>f:0<|tool_call_argument_begin|>{}<|tool_call_end|>", "", [("f", "{}")]),
     # GLM
     ("glm45", "<tool_call>f of x", "<tool_call>f of x", []),
     ("glm45", "<tool_call>f\n<arg_key>a</arg_key><arg_va", "", [("f", "")]),
@@ -132,6 +145,30 @@ WRITTEN: list[tuple[str, str, str, Calls]] = [
     ("gemma4", '<|tool_call>call:f{a:<|"|>b', "", [("f", '{a:<|"|>b')]),
     ("gemma4", "<|tool_call>call:f{a b}<tool_call|>", "", [("f", "{a b}")]),
     ("deepseek_v31", "<｜tool▁calls▁begin｜>f<｜tool▁sep｜>{}", "<｜tool▁calls▁begin｜>f<｜tool▁sep｜>{}", []),
+    # empty and broken arguments, before another call
+    (
+        "deepseek_v31",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜> <｜tool▁call▁end｜>"
+        '<｜tool▁call▁begin｜>g<｜tool▁sep｜>{"a": [1}<｜tool▁call▁end｜>'
+        '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "<｜tool▁call▁end｜>"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>So',
+        "So",
+        [("f", "{}"), ("g", '{"a": [1}'), ("f", '{"a": "<｜tool▁call▁end｜>"}')],
+    ),
+    (
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n\n```<｜tool▁call▁end｜>"
+        '<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{"a": "```"}\n```<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>",
+        "",
+        [("f", "{}"), ("g", '{"a": "```"}')],
+    ),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|><|tool_call_end|>"
+        "<|tool_call_begin|>g:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        "",
+        [("f", "{}"), ("g", "{}")],
+    ),
     # gpt-oss
     ("openai", "Plain text <|en", "Plain text <|en", []),
     ("openai", "to", "to", []),
