@@ -12,6 +12,7 @@ from workers.workspace import (
     LIBRARY_BYTES,
     PassShape,
     Workspace,
+    fold_bytes,
     graph_bytes,
     max_message_rows,
     max_step_rows,
@@ -47,7 +48,8 @@ def target_workspace(config: EngineConfig, spec: ModelSpec, *, num_taps: int = 0
     if spec.delta is not None and not may_capture(config):  # Triton's programs have their states in registers
         states += _pieces_bytes(spec.delta, config.tensor_parallel_size)
     return Workspace(
-        buffers=graph_bytes(shape, config, own, input_bytes=2 * 4, widths=outputs),
+        buffers=graph_bytes(shape, config, own, input_bytes=2 * 4, widths=outputs)
+        + (fold_bytes(config) if own and spec.delta else 0),
         captured=pass_bytes(shape, config, most),
         eager=states + rows * outputs * item + max(logits_bytes(config, spec), pass_bytes(shape, config, eager_rows)),
         libraries=LIBRARY_BYTES if config.device == "cuda" else 0,

@@ -308,6 +308,12 @@ def fold_size(config: EngineConfig, num_requests: int) -> Size:
     return Size(bucket(requests * (1 + (config.draft.tree.longest_path if config.draft else 0))), requests)
 
 
+def fold_sizes(config: EngineConfig) -> list[Size]:
+    """Return all buckets of folds, the largest first."""
+    top = Size.of(1, config.max_num_seqs).requests
+    return [fold_size(config, top >> i) for i in range(top.bit_length())]
+
+
 def _fold_graphs(
     decoder: BaseDecoder, kv: KVPool, config: EngineConfig, recorder: Recorder, *, is_captured: bool
 ) -> Graphs:
@@ -317,12 +323,11 @@ def _fold_graphs(
         decoder.fold_rows(row_A, plan, kv)
         return ()
 
-    top = Size.of(1, config.max_num_seqs).requests
     return Graphs(
         run,
         partial(decoder.kernels.delta_plan, device=decoder.device),
         (torch.zeros(1, dtype=torch.int32, device=decoder.device),),
-        buckets=[fold_size(config, top >> i) for i in range(top.bit_length())],
+        buckets=fold_sizes(config),
         size_of=lambda num_rows, num_requests: max(Size.of(num_rows, num_requests), fold_size(config, num_requests)),
         table_width=1,
         is_captured=is_captured,

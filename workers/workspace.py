@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workers.config import EngineConfig
-from workers.cuda_graphs import Size
+from workers.cuda_graphs import Size, fold_sizes
 from workers.kernels.block_scaled import SPLIT_ROWS, num_splits
 from workers.kernels.host import PlanShape
 from workers.models.specs import DeltaSpec, ModelSpec
@@ -211,8 +211,19 @@ def graph_bytes(shape: PassShape, config: EngineConfig, sizes: Sequence[Size], *
 def plan_bytes(shape: PassShape, config: EngineConfig, num_rows: int, num_requests: int) -> int:
     """Return the bytes of one step's attention plan, with page tables as long as the longest request's."""
     plan = _plan_shape(shape, config, num_rows, num_requests)
-    delta = 4 * (10 * num_rows + 3 * num_requests) if shape.channels else 0  # `triton_delta.DeltaTables`
+    delta = _tables_bytes(num_rows, num_requests) if shape.channels else 0
     return 8 * sum(plan.sizes.values()) + 4 * num_requests * plan.table_width + delta
+
+
+def fold_bytes(config: EngineConfig) -> int:
+    """Return the bytes of the buffers of a hybrid's fold graphs."""
+    own = fold_sizes(config)
+    return 4 * own[0].rows + sum(_tables_bytes(size.rows, size.requests + 1) for size in own)
+
+
+def _tables_bytes(num_rows: int, num_requests: int) -> int:
+    """Return the bytes of a `workers.kernels.triton_delta.DeltaTables`."""
+    return 4 * (10 * (num_rows + num_rows % 2) + 3 * (num_requests + 1))
 
 
 def _plan_shape(shape: PassShape, config: EngineConfig, num_rows: int, num_requests: int) -> PlanShape:

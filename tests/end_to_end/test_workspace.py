@@ -145,7 +145,8 @@ def test_the_target_takes_what_was_counted(
         config, specs.target, num_taps=3 * reads_taps, state_width=3 * reads_taps * specs.target.hidden_size
     )
     assert_counted(counted.buffers, measured.buffers)
-    assert_counted(counted.captured, measured.captured)
+    # What attention leaves of pieces is bounded for all steps together: much, beside the narrow layers of this hybrid.
+    assert_counted(counted.captured, measured.captured, most=2.5 if method == "hybrid" else 2.0)
     assert_counted(counted.eager, eager, most=4.0)  # scored prompts and earlier steps' states take the rest
 
 

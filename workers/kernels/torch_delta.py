@@ -79,7 +79,7 @@ class Pieces:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaPlan:
+class PiecedPlan:
     """One step of the gated delta layers. Rows of the convolution index [3 inputs of each request; N packed rows]."""
 
     num_tree_rows: int  # the leading rows
@@ -127,7 +127,7 @@ def conv_rows(metadata: AttentionMetadata) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(window), before
 
 
-def delta_plan(metadata: AttentionMetadata, device: torch.device | str = "cpu", into: object = None) -> DeltaPlan:
+def delta_plan(metadata: AttentionMetadata, device: torch.device | str = "cpu", into: object = None) -> PiecedPlan:
     """See `workers.kernels.select.Kernels.delta_plan`."""
     offsets, ancestors_N = metadata.query_offsets, metadata.ancestors_N
     read_B, write_B = metadata.read_seat_B, metadata.write_seat_B
@@ -165,7 +165,7 @@ def delta_plan(metadata: AttentionMetadata, device: torch.device | str = "cpu", 
                 keep_K=to_device(keep_B[kept_K], device) if len(kept_K) else None,
             )
         )
-    return DeltaPlan(
+    return PiecedPlan(
         num_tree_rows=int(np.diff(offsets)[write_B == 0].sum()),
         pieces=tuple(pieces),
         order_N=to_device(order_N, device),
@@ -211,7 +211,7 @@ def _groups(offsets: list[int], write: list[int], kept: dict[int, int]) -> Itera
         yield from (group[i : i + MOST_PIECES] for i in range(0, len(group), MOST_PIECES))
 
 
-def delta_net(qkv_NC: Tensor, ba_N2H: Tensor, weights: DeltaWeights, plan: DeltaPlan, layer: LayerStates) -> Tensor:
+def delta_net(qkv_NC: Tensor, ba_N2H: Tensor, weights: DeltaWeights, plan: PiecedPlan, layer: LayerStates) -> Tensor:
     """See `workers.kernels.select.Kernels.delta_net`."""
     room_XY = layer.stash_XY[: plan.num_tree_rows]
     torch.cat((qkv_NC[: len(room_XY)], ba_N2H[: len(room_XY)]), dim=1, out=room_XY)
@@ -220,14 +220,14 @@ def delta_net(qkv_NC: Tensor, ba_N2H: Tensor, weights: DeltaWeights, plan: Delta
     return out_NHv
 
 
-def delta_fold(row_A: Tensor, weights: DeltaWeights, plan: DeltaPlan, layer: LayerStates) -> None:
+def delta_fold(row_A: Tensor, weights: DeltaWeights, plan: PiecedPlan, layer: LayerStates) -> None:
     """See `workers.kernels.select.Kernels.delta_fold`."""
     qkv_AC, ba_A2H = (rows.index_select(0, row_A) for rows in layer.stash_parts)
     _advance(qkv_AC, ba_A2H, weights, plan, layer, has_outputs=False)
 
 
 def _advance(
-    qkv_NC: Tensor, ba_N2H: Tensor, weights: DeltaWeights, plan: DeltaPlan, layer: LayerStates, *, has_outputs: bool
+    qkv_NC: Tensor, ba_N2H: Tensor, weights: DeltaWeights, plan: PiecedPlan, layer: LayerStates, *, has_outputs: bool
 ) -> Tensor | None:
     """Return the delta rule's outputs [N, H, v], and write the states of all requests that are not trees."""
     state, inputs, K = layer.state_SHdv, layer.inputs_S3C, weights.num_keys
