@@ -78,7 +78,7 @@ class Page(Connection):
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    def wait(self, condition: str, seconds: float = 60.0) -> None:
+    def wait(self, condition: str, seconds: float = 240.0) -> None:
         deadline = time.monotonic() + seconds
         while not self.evaluate(condition):
             assert time.monotonic() < deadline, f"never true: {condition}"
