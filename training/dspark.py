@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from drafter.learning.network import MLP, Drafted, RMSNorm, rotate
 from training.batches import Batch, feature_layers, send
-from training.draft_head import MLP, Drafted, RMSNorm, TrainableHead, copy_layer, rotate
+from training.draft_head import TrainableHead, copy_layer
 
 BLOCK_SIZE = 7
 MARKOV_RANK = 16

@@ -9,7 +9,6 @@ Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of LLMs via Train
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator
 from typing import NamedTuple, Self
 
@@ -18,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from drafter.learning.network import Drafted, MidLayer, RMSNorm
 from training.batches import Batch, feature_layers, send
 from training.data import Corpus
-from training.draft_head import MLP, Drafted, RMSNorm, TrainableHead, copy_layer, rotate
+from training.draft_head import TrainableHead, copy_layer
 from training.language_model import BatchShape, Shapes, Trained, mixed_batch, mixed_precision
 from training.schedule import Optimisers, TimeBudget
 
@@ -32,36 +32,6 @@ NUM_STEPS = 5
 """Unrolled steps of the training-time test, of a head for another target."""
 FIRST_STEPS = 2
 """Unrolled steps in the first half of the training, which sees more tokens then."""
-
-
-class HeadAttention(nn.Module):
-    """Projections only: the training-time test mixes keys of several steps, see `TrainableEagle3Head.step`."""
-
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        width, dim = 2 * config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(width, config.num_attention_heads * dim, bias=False)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * dim, bias=False)
-        self.v_proj = nn.Linear(width, config.num_key_value_heads * dim, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * dim, config.hidden_size, bias=False)
-
-
-class MidLayer(nn.Module):
-    """The decoder layer of the head."""
-
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        self.self_attn, self.mlp = HeadAttention(config), MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-
-class KeyValue(NamedTuple):
-    """Rotated keys and values of one step, repeated to all query heads: each [B, heads, T, head_dim]."""
-
-    keys: Tensor
-    values: Tensor
 
 
 class UnrolledStep(NamedTuple):
@@ -105,55 +75,12 @@ class TrainableEagle3Head(TrainableHead):
         first = max(int(batch.is_answer_BN.any(0).nonzero()[0]) - num_depths, 0)
         num_starts = batch.embeds_BNH.shape[1] - 1 - num_depths
         hidden = self.fc(batch.features_BNF[:, :num_starts])
-        cache: list[KeyValue] = []
-        for s in range(num_depths):
-            begin = 1 + s if s == 0 else 1 + s + first
-            hidden = self.step(batch.embeds_BNH[:, begin : 1 + s + num_starts], hidden, cache, first)
+        for s, hidden_BTH in enumerate(self.midlayer.unroll(batch.embeds_BNH, hidden, num_depths, first)):
             window = slice(1 + s + first, 1 + s + num_starts)
             is_answer = batch.is_answer_BN[:, window]
-            answers = send(is_answer.flatten().nonzero()[:, 0], hidden.device)
-            logits_AD = self.lm_head(self.norm(hidden.flatten(0, 1)[answers]))
-            yield Drafted(logits_AD, send(batch.index_BN[:, window][is_answer], hidden.device))
-
-    def key_value_query(self, x: Tensor, positions: Tensor) -> tuple[KeyValue, Tensor]:
-        """Project x [B, T, 2H] and rotate it to positions [T] or [B, 1, T]."""
-        attention, repeats = self.midlayer.self_attn, self.config.num_attention_heads // self.config.num_key_value_heads
-
-        def heads(y: Tensor) -> Tensor:
-            return y.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-
-        keys = rotate(heads(attention.k_proj(x)), positions).repeat_interleave(repeats, 1)
-        values = heads(attention.v_proj(x)).repeat_interleave(repeats, 1)
-        return KeyValue(keys, values), rotate(heads(attention.q_proj(x)), positions)
-
-    def step(self, embeds_BTH: Tensor, features_BTH: Tensor, cache: list[KeyValue], first: int = 0) -> Tensor:
-        """Run one step: append its keys to `cache` and return the pre-norm output [B, T - first, H].
-
-        Start i attends to step 0 of starts 0..i and to its own later steps, exactly as when drafting from i. Only
-        starts from `first` on are drafted from. Step 0 takes all T starts, later steps those T - first.
-        """
-        layer, is_first_step = self.midlayer, not cache
-        x = torch.cat([layer.input_layernorm(embeds_BTH), layer.hidden_norm(features_BTH)], -1)
-        offset = 0 if is_first_step else len(cache) + first
-        key_value, queries = self.key_value_query(x, torch.arange(x.shape[1], device=x.device) + offset)
-        cache.append(key_value)
-        if is_first_step:
-            queries, features_BTH = queries[:, :, first:], features_BTH[:, first:]
-        num_starts = cache[0].keys.shape[2]
-        scale = 1 / math.sqrt(self.config.head_dim)
-        future = torch.ones(queries.shape[2], num_starts, dtype=torch.bool, device=x.device).triu(1 + first)
-        scores = [(queries @ cache[0].keys.transpose(2, 3) * scale).masked_fill(future, -torch.inf)]
-        scores += [(queries * own.keys).sum(-1, keepdim=True) * scale for own in cache[1:]]
-        weights = torch.cat(scores, -1).softmax(-1)
-        mixed = weights[..., :num_starts] @ cache[0].values
-        for n, own in enumerate(cache[1:]):
-            mixed = mixed + weights[..., num_starts + n, None] * own.values
-        return self.close(features_BTH, mixed)
-
-    def close(self, features_BTH: Tensor, mixed: Tensor) -> Tensor:
-        """Return the layer's output from its residual [B, T, H] and what its heads read [B, heads, T, head_dim]."""
-        residual = features_BTH + self.midlayer.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
-        return residual + self.midlayer.mlp(self.midlayer.post_attention_layernorm(residual))
+            answers = send(is_answer.flatten().nonzero()[:, 0], hidden_BTH.device)
+            logits_AD = self.lm_head(self.norm(hidden_BTH.flatten(0, 1)[answers]))
+            yield Drafted(logits_AD, send(batch.index_BN[:, window][is_answer], hidden_BTH.device))
 
     def unroll(
         self, features_BTF: Tensor, embeds_BTH: Tensor, target_logits: Tensor, num_steps: int
@@ -163,13 +90,11 @@ class TrainableEagle3Head(TrainableHead):
         features_BTF: [B, N, 3H], embeds_BTH: [B, N, H], target_logits: [B, N, V].
         """
         num_starts = features_BTF.shape[1] - 1 - num_steps
-        hidden, outputs = self.fc(features_BTF[:, :num_starts]), []
-        cache: list[KeyValue] = []
-        for s in range(num_steps):
-            window = slice(1 + s, 1 + s + num_starts)
-            hidden = self.step(embeds_BTH[:, window], hidden, cache)
-            outputs.append(UnrolledStep(self.lm_head(self.norm(hidden)), target_logits[:, window]))
-        return outputs
+        hidden = self.fc(features_BTF[:, :num_starts])
+        return [
+            UnrolledStep(self.lm_head(self.norm(hidden_BTH)), target_logits[:, 1 + s : 1 + s + num_starts])
+            for s, hidden_BTH in enumerate(self.midlayer.unroll(embeds_BTH, hidden, num_steps))
+        ]
 
     def to_json(self) -> dict:
         """Return the Llama fields of the layer, and the size of the draft vocabulary."""

@@ -29,9 +29,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from cluster.convert import engine_config, fetch_weights
+from drafter.learning.network import acceptance_loss
 from training.answers import read_lines, target_args, write_answers
 from training.batches import Batch, KeptReadings, batches, read_rows, read_target
-from training.draft_head import TrainableHead, acceptance_loss, save_head
+from training.draft_head import TrainableHead, save_head
 from training.dspark import TrainableDSparkHead
 from training.eagle3 import TrainableEagle3Head
 from training.language_model import mixed_precision
@@ -156,7 +157,8 @@ class Training:
         generator = torch.Generator().manual_seed(self.optimisers.num_tokens)
         batch = self._read(own)
         with mixed_precision(self.head.draft_ids.device):
-            return acceptance_loss(self.head.draft(batch, num_depths, generator), batch, self.head.draft_ids)
+            drafts = self.head.draft(batch, num_depths, generator)
+            return acceptance_loss(drafts, batch.law_AD, batch.favourite_A, self.head.draft_ids)
 
     def run(self) -> None:
         """Train until all is done, or for `--minutes`."""

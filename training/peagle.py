@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from drafter.learning.network import Drafted
 from training.batches import Batch, feature_layers, send
-from training.draft_head import Drafted
 from training.dspark import MASK_TOKEN_ID, sample_anchors
 from training.eagle3 import TrainableEagle3Head
 
@@ -79,8 +79,8 @@ class TrainablePEagleHead(TrainableEagle3Head):
         )
         anchors_BA = send(anchors_BA, device)
         positions_BQ = (anchors_BA[..., None] + torch.arange(num_masks, device=device)).flatten(1)
-        tokens, queries = self.key_value_query(x, row_T)
-        masks, mask_queries = self.key_value_query(mask_x, positions_BQ[:, None])
+        tokens, queries = layer.key_value_query(x, row_T)
+        masks, mask_queries = layer.key_value_query(mask_x, positions_BQ[:, None])
         keys = torch.cat([tokens.keys, masks.keys], 2)
         values = torch.cat([tokens.values, masks.values.expand_as(masks.keys)], 2).to(keys.dtype)
         owner_Q = torch.arange(anchors_BA.shape[1], device=device).repeat_interleave(num_masks)
@@ -88,12 +88,12 @@ class TrainablePEagleHead(TrainableEagle3Head):
         is_own_BQQ = (owner_Q[:, None] == owner_Q) & (positions_BQ[:, None] <= positions_BQ[..., None])
         sees_BQK = torch.cat([is_before_BQT, is_own_BQQ], 2)
         mixed = F.scaled_dot_product_attention(mask_queries, keys, values, sees_BQK[:, None])
-        hidden_BQH = self.close(mask_11H.expand(*positions_BQ.shape, -1), mixed)
+        hidden_BQH = layer.close(mask_11H.expand(*positions_BQ.shape, -1), mixed)
         sees_TT = (row_T <= row_T[:, None])[first:]
         mixed = F.scaled_dot_product_attention(
             queries[:, :, first:], keys[:, :, :num_rows], values[:, :, :num_rows], sees_TT
         )
-        next_BTH = self.close(features_BTH[:, first:], mixed)
+        next_BTH = layer.close(features_BTH[:, first:], mixed)
         return next_BTH, hidden_BQH.unflatten(1, (-1, num_masks))
 
     def to_json(self) -> dict:

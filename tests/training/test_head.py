@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from drafter.learning.network import DEPTH_DISCOUNT, acceptance_loss
 from drafter.proposers.block import BlockHead
 from drafter.proposers.eagle3 import PEagleHead
 from tests.support.plain_block import PlainBlock
 from tests.support.plain_peagle import PlainPEagle
 from training import answers, evaluate, head
 from training.batches import KeptReadings, Rows, feature_layers, read_target
-from training.draft_head import DEPTH_DISCOUNT, acceptance_loss, save_head
+from training.draft_head import save_head
 from training.dspark import BLOCK_SIZE, TrainableDSparkHead, sample_anchors
 from training.peagle import TrainablePEagleHead
 from workers.models.block_format import read_block_spec
@@ -56,7 +57,7 @@ def test_eagle3_learns_the_logarithm_of_what_is_accepted() -> None:
     batch = read_target(target, Rows(tokens.int(), begins, ends), [0, 1], trainable.draft_ids)
 
     drafts = trainable.draft(batch, num_steps, torch.Generator())
-    loss, (agreement, acceptance) = acceptance_loss(drafts, batch, trainable.draft_ids)
+    loss, (agreement, acceptance) = acceptance_loss(drafts, batch.law_AD, batch.favourite_A, trainable.draft_ids)
 
     decoder = evaluate.HeadDecoder(BUNDLED / "eagle3", target.model.embed_tokens.weight)
     view = evaluate.view_target(target, tokens)
@@ -103,7 +104,7 @@ def test_dspark_learns_the_logarithm_of_what_is_accepted(tmp_path: Path, target:
     batch = read_target(target, Rows(tokens.int(), begins, ends), [0, 1], draft_ids)
 
     drafts = trainable.draft(batch, BLOCK_SIZE, torch.Generator())
-    loss, (agreement, acceptance) = acceptance_loss(drafts, batch, draft_ids)
+    loss, (agreement, acceptance) = acceptance_loss(drafts, batch.law_AD, batch.favourite_A, draft_ids)
 
     folder = Path(target.config.name_or_path)
     plain = PlainBlock(tmp_path, folder, from_anchor=True)
@@ -153,7 +154,7 @@ def test_peagle_learns_the_logarithm_of_what_is_accepted(tmp_path: Path, target:
     torch.testing.assert_close(batch.features_BNF[0, :24], read.features_BNF[0, :24], atol=4e-3, rtol=4e-3)
 
     drafts = trainable.draft(batch, num_depths, torch.Generator())
-    loss, (agreement, acceptance) = acceptance_loss(drafts, batch, draft_ids)
+    loss, (agreement, acceptance) = acceptance_loss(drafts, batch.law_AD, batch.favourite_A, draft_ids)
 
     plain = PlainPEagle(tmp_path, Path(target.config.name_or_path))
     output = target(tokens, output_hidden_states=True)
