@@ -105,6 +105,8 @@ def read_engine(args: EngineArgs, *, num_gpus: int | None = None) -> tuple[Engin
     config = placement_config(args)
     path = model_folder(args.model, args.revision)
     draft = None if config.draft is None else _with_folder(config.draft, path)
+    if draft is not None and args.online_learning == "on":
+        draft = _learning(draft, Path(args.online_learning_path or "").expanduser().resolve())
     try:
         check_kinds(path, draft)  # first, because reading takes seconds of imports
         spec = read_spec(path)
@@ -126,6 +128,12 @@ def read_engine(args: EngineArgs, *, num_gpus: int | None = None) -> tuple[Engin
     from cluster.door import check_tensors  # imports torch
 
     check_tensors(args, config, specs)
+    if draft is not None and draft.learning_path:
+        from drafter.learning.learner import why_not_learnable
+
+        ranks, folder = draft.tensor_parallel_size, Path(draft.model_path)
+        if why := why_not_learnable(draft_spec, folder, device=config.device, ranks=ranks):
+            raise ConfigError(Problem("online_learning", why))
     _check_invariance(args, config, spec)
     return config, specs
 
@@ -271,6 +279,16 @@ def _with_folder(draft: DraftConfig, target: Path) -> DraftConfig:
             return replace(draft, model_path=str(target))
         case "own":
             return replace(draft, model_path=str(model_folder(draft.model_path)))
+
+
+def _learning(draft: DraftConfig, heads: Path) -> DraftConfig:
+    """Return the configuration of a drafter that learns, with the newest head it has learnt. Raises ConfigError."""
+    if draft.method != "eagle3":
+        raise ConfigError(Problem("online_learning", "is for EAGLE-3 heads; use one, or leave it out"))
+    from drafter.learning.learner import learnt_heads  # imports torch
+
+    newest = learnt_heads(heads)[-1:] or [Path(draft.model_path)]
+    return replace(draft, model_path=str(newest[0]), learning_path=str(heads))
 
 
 def _read_draft(draft: DraftConfig, target: ModelSpec) -> DraftSpec | None:

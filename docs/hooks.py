@@ -148,7 +148,7 @@ def http() -> str:
     ]
     for route, body in by_route.items():
         parts += [f"## `{route}`", _table(body)]
-    headers = "\n".join(f"| `{name}` | {meaning} |" for name, meaning in requests.RESUMPTION_HEADERS.items())
+    headers = "\n".join(f"| `{name}` | {meaning} |" for name, meaning in requests.REQUEST_HEADERS.items())
     parts += ["## Headers of completions and chats", f"| header | meaning |\n| --- | --- |\n{headers}", _EVENT_ID]
     unsupported = ", ".join(f"`{name}`" for name in sorted(UNSUPPORTED))
     parts += ["## Not implemented", f"A request that sets one of these is refused with status 400: {unsupported}."]

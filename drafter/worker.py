@@ -9,10 +9,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import torch
 
 from drafter.drafter import Drafter, warm_up_requests
 from drafter.head_loader import HeadLoader
+from drafter.learning.learner import Learner
 from drafter.methods import load_another_head, load_proposer
 from drafter.proposers.base import HeadProposer
 from drafter.tree.policy import make_tree_policy
@@ -20,14 +25,14 @@ from workers.comm import groups
 from workers.comm.channel import Received, naming_lost_peers
 from workers.comm.groups import World
 from workers.comm.wire import Kind
-from workers.config import EngineConfig
+from workers.config import DraftConfig, EngineConfig
 from workers.gc_freeze import freeze_start_up
 from workers.kernels.select import TORCH, kernels_for
 from workers.models.draft_methods import method_of
-from workers.models.specs import Specs
+from workers.models.specs import Eagle3Spec, Specs
 from workers.pulse import PULSE
 from workers.sampling.grammar import MASK_SECONDS, Grammars, TokenTable
-from workers.types import DraftRequest, NewHead
+from workers.types import DraftRequest, HeadProgress, NewHead, as_bytes, as_text
 
 logger = logging.getLogger(__name__)
 
@@ -80,25 +85,37 @@ def run(
     freeze_start_up()
     if link is not None and world.leads:
         world = world.connected(link)
-    heads = None
+    heads = learner = None
     if isinstance(proposer, HeadProposer):
         heads = HeadLoader(world, partial(load_another_head, world, specs, kernels), proposer.take)
-    _serve(world, drafter, heads, has_noise=is_model and proposer.tree_graphs is None)
+        learner = _learner(config.draft, specs, proposer)
+    _serve(world, drafter, heads, learner, has_noise=is_model and proposer.tree_graphs is None)
     if proposer.graphs is not None:
         proposer.graphs.release()
     groups.leave()
     logger.info("%s: stopped", world.role)
 
 
-def _serve(world: World, drafter: Drafter, heads: HeadLoader | None, *, has_noise: bool) -> None:
+def _learner(draft: DraftConfig, specs: Specs, proposer: HeadProposer[Any]) -> Learner | None:
+    if not draft.learning_path:
+        return None
+    assert isinstance(specs.draft, Eagle3Spec), "others are refused before"
+    ids = proposer.vocab.target_ids
+    target_ids = torch.arange(proposer.vocab.size) if ids is None else ids.clone()
+    return Learner(specs.draft, draft.model_path, draft.learning_path, proposer.embed, target_ids)
+
+
+def _serve(
+    world: World, drafter: Drafter, heads: HeadLoader | None, learner: Learner | None, *, has_noise: bool
+) -> None:
     """Answer verifier 0 until it says STOP.
 
-    heads: None = the drafter is no head. has_noise: trees are grown from rows of noise, neither from
-    single tokens' noise nor from what graphs compute.
+    heads: None = the drafter is no head. learner: None = it does not learn. has_noise: trees are grown from rows of noise,
+    neither from single tokens' noise nor from what graphs compute.
     """
     has_started = False
     PULSE.serve()
-    while (received := _next_message(world)).kind != Kind.STOP:
+    while (received := _next_message(world, learner)).kind != Kind.STOP:
         if not has_started:  # and so have the others
             world.end_start_up()
             has_started = True
@@ -108,23 +125,34 @@ def _serve(world: World, drafter: Drafter, heads: HeadLoader | None, *, has_nois
             assert heads is not None
             with naming_lost_peers(world.role, received.step):
                 state = heads.answer(received.message)
+            if learner is not None and state.progress == HeadProgress.TAKEN:
+                learner.rebase(as_text(received.message.path_U))
             if world.link is not None:
                 world.link.send(state, received.step)
             continue
         assert isinstance(received.message, DraftRequest)
+        if learner is not None:
+            learner.began()
         with naming_lost_peers(world.role, received.step):
             reply = drafter.draft(received.message)
-        if world.link is not None and received.message.is_answered:
+        is_answered = received.message.is_answered
+        if is_answered and learner is not None and (learnt := learner.offer()) is not None:
+            reply = replace(reply, learnt_U=as_bytes(learnt))
+        if world.link is not None and is_answered:
             world.link.send(reply, received.step)
         if has_noise:
             drafter.prefetch_noise(received.message, world.device)
+        if learner is not None:
+            learner.saw(received.message)
 
 
-def _next_message(world: World) -> Received:
-    """Receive verifier 0's next message, on every drafter rank."""
+def _next_message(world: World, learner: Learner | None) -> Received:
+    """Receive verifier 0's next message, on every drafter rank, and learn until it comes."""
     if world.link is None:
         assert world.peers is not None
         return world.peers.receive()
+    while learner is not None and learner.has_work and not world.link.has_frame(learner.wait_s):
+        learner.work()
     received = world.link.receive()
     if world.peers is not None:
         match received.kind:

@@ -83,6 +83,13 @@ class EngineArgs(EngineSettings, Strict):
             problems.append(
                 Problem("admin_api_key", "is empty or the api_key; write a key of its own, or leave it out")
             )
+        if self.online_learning == "on" and (self.no_speculation or self.online_learning_path is None):
+            instead = (
+                "it needs a drafter"
+                if self.no_speculation
+                else "write --online-learning-path DIR, where it keeps heads"
+            )
+            problems.append(Problem("online_learning", f"{instead}, or leave it out"))
         if self.api_key is not None and self.api_key_file is not None:
             problems.append(Problem("api_key_file", "contradicts api_key; write that key into the file, or keep one"))
         if self.batch_dir is not None and not self.batch_dir.startswith("/"):

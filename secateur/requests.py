@@ -37,11 +37,12 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat run
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy, as in vLLM: dividing logits by less overflows, and the argmax is left anyway."""
 
-RESUMPTION_HEADERS = {
+REQUEST_HEADERS = {
     "Last-Event-ID": "The `id:` of the last event of a stream that broke off. With the same body, byte for byte, the "
     "stream goes on behind that event.",
     "Idempotency-Key": "Requests with the same key and body have the same seed. It has no effect beside a `seed`, or "
     "if the service has one.",
+    "X-Secateur-Learn": "`off`: as `store: false`, nothing of this request is kept to learn from.",
 }
 """Headers of completions and chats, and what they do."""
 
@@ -104,6 +105,8 @@ class SamplingRequest(GenerationOptions):
     """Return how many tokens were drafted, pruned, verified and accepted, by depth."""
     return_speculative_trees: bool = False
     """Return the tree of each step: its nodes, what became of them, and how each token came."""
+    store: bool | None = None
+    """False: a draft head that learns while it serves keeps nothing of this request. Answers are not stored anyway."""
     user: str | None = None
     """Accepted as at OpenAI; it has no effect."""
 

@@ -25,6 +25,7 @@ IGNORED_HEADER = "x-secateur-ignored"
 REQUEST_ID_HEADER = "x-request-id"
 LAST_EVENT_ID_HEADER = "last-event-id"
 IDEMPOTENCY_HEADER = "idempotency-key"
+LEARN_HEADER = "x-secateur-learn"
 SSE_DONE = "data: [DONE]\n\n"
 
 

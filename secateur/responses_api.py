@@ -297,6 +297,7 @@ class ResponsesRequest(SamplingOptions):
         body: dict[str, Any] = {
             "messages": [*first, *history, *self.messages()],
             "max_completion_tokens": self.max_output_tokens,
+            "store": self.store,
             "logprobs": self.has_logprobs,
             "top_logprobs": self.top_logprobs if self.has_logprobs else None,
             "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,

@@ -204,6 +204,16 @@ class EngineSettings(Settings):
 
     no_speculation: Annotated[bool, Flag("Decode without a drafter", SPECULATION)] = False
 
+    online_learning: Annotated[
+        Literal["off", "on"],
+        Flag("Let the draft head learn from what it is served, while it waits. No token changes", SPECULATION),
+    ] = "off"
+    """Requests opt out with `"store": false` or the header `X-Secateur-Learn: off`."""
+    online_learning_path: Annotated[
+        str | None,
+        Flag("The folder of the learnt heads; a restart goes on from the newest", SPECULATION, metavar="DIR"),
+    ] = None
+
     max_model_len: Annotated[
         Annotated[int, Bounds(ge=SHORTEST_REQUEST)] | None,
         Flag(

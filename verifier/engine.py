@@ -50,12 +50,14 @@ from workers.comm.ipc import (
 from workers.config import EngineConfig
 from workers.kv_cache import Checkpoints, PageAllocator
 from workers.pulse import PULSE
-from workers.types import SamplingBatch, Verdict
+from workers.types import SamplingBatch, Verdict, as_text
 
 GRAMMAR_FAILED = "grammar_failed"
 """Error code of a request whose output could not follow its grammar."""
 HEARTBEAT_S = 1.0
 """While idle, the engine sends a heartbeat this often. A peer that stays silent for longer is dead."""
+LEARNT = 0
+"""The id of swaps that no front asked for."""
 HEAD_POLL_S = 0.02
 """While idle, the engine asks this often whether another head is loaded."""
 
@@ -95,7 +97,8 @@ class Engine:
             checkpoints=Checkpoints(seats) if target.has_states else None,
         )
         self._hidden_states = HiddenStateBuffer(target.state_pool, self._prefix_cache.keep_states)
-        self._inputs = StepInputs(config.page_size, config.eos_token_ids, has_states=target.has_states)
+        learns = config.draft is not None and bool(config.draft.learning_path)
+        self._inputs = StepInputs(config.page_size, config.eos_token_ids, has_states=target.has_states, learns=learns)
         self._controller = Controller(config, row_costs, self._count_allowed)
         self._limits = Limits(
             max_num_seqs=config.max_num_seqs,
@@ -216,6 +219,7 @@ class Engine:
         if ended.error is None:
             self._allocator.forget_drafter()
             self._controller.forget_trees()
+            self._stats.num_head_swaps += 1
             self._head_path, self._head_acceptance = ended.path, HeadAcceptance(ended.path)
         self._front.send(ended)
 
@@ -383,10 +387,13 @@ class Engine:
         for request, own in plan.inputs.items():
             request.num_fed += len(own.tokens)
         self._stats.transfer_seconds += exchange.ms / 1e3
-        if exchange.reply is not None:
-            self._stats.draft_seconds += exchange.reply.seconds
-            self._stats.transfer_seconds -= exchange.reply.seconds
-            self._stats.num_trees += len(exchange.reply.pruned_GD)
+        if (reply := exchange.reply) is None:
+            return
+        self._stats.draft_seconds += reply.seconds
+        self._stats.transfer_seconds -= reply.seconds
+        self._stats.num_trees += len(reply.pruned_GD)
+        if reply.learnt_U is not None:
+            self._report_swap(self._heads.begin(SwapHead(id=LEARNT, path=as_text(reply.learnt_U))))
 
     def _count(self, step: Step, drafts: DraftBatch, verdicts: list[Verdict], new: list[NewTokens]) -> None:
         """Count verified, accepted and pruned nodes for the engine and for each request.

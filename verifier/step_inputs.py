@@ -25,11 +25,14 @@ from workers.types import (
     DraftCosts,
     DraftRequest,
     Folds,
+    LearnRows,
     SamplingBatch,
     ScoredRows,
     TargetStep,
     TreeBatch,
 )
+
+_LEARN_IDS = 1 << 30
 
 
 class Move(NamedTuple):
@@ -50,10 +53,13 @@ class Fold(NamedTuple):
 class StepInputs:
     """Builds a step's messages. It keeps the parameters of the last batch, which is mostly that of the next step.
 
-    has_states: the target has recurrent states.
+    has_states: the target has recurrent states. learns: the drafter learns from what is verified.
     """
 
-    def __init__(self, page_size: int, eos_token_ids: tuple[int, ...], *, has_states: bool = False) -> None:
+    def __init__(
+        self, page_size: int, eos_token_ids: tuple[int, ...], *, has_states: bool = False, learns: bool = False
+    ) -> None:
+        self._learns = learns
         self._page_size = page_size
         self._eos_token_ids = eos_token_ids
         self._has_states = has_states
@@ -67,7 +73,7 @@ class StepInputs:
         requests = list(inputs)
         if self._drafted is None or self._drafted.batch.requests != requests:
             self._drafted = _draft_params_of(requests)
-        params, auto_B, rules, traced_B = self._drafted
+        params, auto_B, rules, traced_B, learn = self._drafted
         return DraftRequest(
             offsets=_int32(list(accumulate((len(own.tokens) for own in inputs.values()), initial=0))),
             start_B=_int32([request.num_fed for request in requests]),
@@ -83,6 +89,7 @@ class StepInputs:
             costs=costs,
             features_MH=features_MH,
             traced_B=traced_B,
+            learn=learn if self._learns else None,
         )
 
     def target_step(
@@ -191,6 +198,7 @@ class _DraftParams(NamedTuple):
     auto_B: Tensor  # int32
     rules: TreeRules[Tensor]
     traced_B: Tensor | None
+    learn: LearnRows
 
 
 def _draft_params_of(requests: list[Request]) -> _DraftParams:
@@ -201,6 +209,10 @@ def _draft_params_of(requests: list[Request]) -> _DraftParams:
         auto_B=_int32([limit.auto for limit in limits]),
         rules=TreeRules.stack(limits, lambda values: torch.from_numpy(np.array(values, dtype=np.float32))),
         traced_B=_traced(requests),
+        learn=LearnRows(
+            id_B=_int32([1 + request.id % _LEARN_IDS if request.submit.may_learn else 0 for request in requests]),
+            num_prompt_B=_int32([request.num_prompt for request in requests]),
+        ),
     )
 
 

@@ -146,6 +146,8 @@ class DraftConfig:
     the host."""
     fallback: bool = True
     """Whether the engine goes on without drafts if it loses its drafter, until a new one connects."""
+    learning_path: str = ""
+    """The folder of the heads that it learns while it serves; "" = it does not learn."""
     tree: TreeConfig = TreeConfig()
     acceptance: AcceptanceConfig = AcceptanceConfig()
 

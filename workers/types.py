@@ -270,6 +270,14 @@ class DraftCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LearnRows:
+    """Which rows of a DraftRequest a drafter that learns may keep."""
+
+    id_B: Tensor  # [B] int32, which tells the requests apart; 0 = nothing of this one
+    num_prompt_B: Tensor  # [B] int32: tokens from this position on are the target's own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRequest:
     """The drafter's input of one step: B requests with M new rows. The KV cache is its only per-request state.
 
@@ -296,6 +304,7 @@ class DraftRequest:
     costs: DraftCosts | None  # None = no request uses `auto`
     features_MH: Tensor | None = field(metadata={"is_bulk": True})  # [M, H] in the drafter's dtype
     traced_B: Tensor | None = None  # [B] int32, 1 = the reply has a trace of the request's tree; None = nobody asks
+    learn: LearnRows | None = None  # None = the drafter does not learn
 
     @property
     def is_answered(self) -> bool:
@@ -314,6 +323,7 @@ class DraftReply:
     num_run: int  # rows run through the draft model, padding included, roots excluded
     seconds: float  # time of this step on the drafter's clock
     trace: TreeTrace | None = None  # of the G requests; None = nobody asked
+    learnt_U: Tensor | None = field(default=None, metadata=column("uint8"))  # folder of a better head, see `as_bytes`
 
 
 class HeadProgress(IntEnum):

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from cluster.errors import MESSAGES_PATH
 from cluster.http.middleware import is_protected
 from secateur.messages_api import MessagesError
-from secateur.requests import RESUMPTION_HEADERS
+from secateur.requests import REQUEST_HEADERS
 from secateur.responses import ErrorResponse
 
 _WHY = {
@@ -40,7 +40,7 @@ STREAM = {"content": {"text/event-stream": {"itemSchema": _EVENT}}}
 RESUMABLE = {
     "parameters": [
         {"name": name, "in": "header", "required": False, "description": why, "schema": {"type": "string"}}
-        for name, why in RESUMPTION_HEADERS.items()
+        for name, why in REQUEST_HEADERS.items()
     ]
 }
 """The headers of a request, for FastAPI's `openapi_extra`."""

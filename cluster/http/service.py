@@ -47,6 +47,7 @@ from secateur.requests import (
 from secateur.responses import (
     IDEMPOTENCY_HEADER,
     LAST_EVENT_ID_HEADER,
+    LEARN_HEADER,
     ModelCard,
 )
 from secateur.responses_api import ResponsesRequest
@@ -77,6 +78,8 @@ class RequestHead:
     caller: Caller | None = None
     """The owner of its API key; None = the service needs no keys."""
     trace: Trace | None = None
+    may_learn: bool = True
+    """Whether a drafter that learns may keep its tokens for a while."""
 
     def wait_s(self, body: SamplingRequest) -> float | None:
         """Return how much longer the answer's first token may take; None = as long as it takes."""
@@ -306,6 +309,7 @@ class Service:
             resumed=resumed,
             caller=getattr(request.state, "caller", None),
             trace=self.tracing.of(request.headers),
+            may_learn=request.headers.get(LEARN_HEADER, "on").lower() != "off",
         )
 
     async def tokenize(self, body: SamplingRequest) -> list[list[int]]:
@@ -399,6 +403,7 @@ class Service:
                     limits=limits,
                     bad_words=bad_words,
                     grammar=grammar,
+                    may_learn=head.may_learn,
                 )
             )
         ]

@@ -29,6 +29,7 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     ),
     "spec_decode_num_trees": ("Trees that the drafter sent.", lambda s: s.num_trees),
     "num_drafter_losses": ("Times that the engine lost its drafter and went on.", lambda s: s.num_drafter_losses),
+    "num_draft_head_swaps": ("Times that another draft head took over.", lambda s: s.num_head_swaps),
     "num_preemptions": ("Requests that lost their KV pages to others.", lambda s: s.num_preemptions),
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_cache_queries),
     "prefix_cache_hits": ("Prompt tokens found there.", lambda s: s.prefix_cache_hits),

@@ -95,6 +95,10 @@ class HeadProposer(Generic[Head]):
         """
         replace_weights(self._head, head, in_place=self.graphs is not None or self.tree_graphs is not None)
 
+    def embed(self, token_N: Tensor) -> Tensor:
+        """Return the head's input embeddings of target tokens [N, H]."""
+        return self._head.embed(token_N)
+
     def _run(self, tokens: Tensor, features: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
         if self.graphs is not None:
             return self.graphs(attention, tokens, features, positions)[0]

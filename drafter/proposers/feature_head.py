@@ -57,6 +57,10 @@ class DraftHead(PagedModel, ABC):
         weights.finish(allowed=lambda name: is_legacy(name) or head.is_foreign(name))
         return head
 
+    def embed(self, token_N: Tensor) -> Tensor:
+        """Return the input embeddings of target tokens [N, H]."""
+        return self._embedding_VH[token_N]
+
     @staticmethod
     def canonical_name(stored: str) -> str:
         """Convert a stored tensor name to the one that is read here."""

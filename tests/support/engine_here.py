@@ -25,7 +25,7 @@ from verifier.adaptive.profile import profile
 from verifier.engine import Engine
 from verifier.hidden_states import HiddenStatePool, max_buffered_states
 from verifier.target import Target
-from workers.comm.ipc import FrameDecoder, FrameSocket, StepOutput, Submit, TokenChunk, encode
+from workers.comm.ipc import FrameDecoder, FrameSocket, HeadSwapped, StepOutput, Submit, TokenChunk, encode
 from workers.config import EngineConfig
 from workers.kv_cache import kv_dtype
 from workers.models.base import BaseDecoder
@@ -66,6 +66,7 @@ class EngineHere:
     drafter: FakeChannel | None
     _front: socket.socket
     _frames: FrameDecoder = field(default_factory=FrameDecoder)
+    swaps: list[HeadSwapped] = field(default_factory=list)
 
     def submit(self, submit: Submit) -> None:
         self._front.sendall(encode(submit))
@@ -79,8 +80,11 @@ class EngineHere:
             return []
         chunks: list[TokenChunk] = []
         for frame in self._frames.feed(data):
-            assert isinstance(frame, StepOutput)
-            chunks += frame.chunks
+            if isinstance(frame, HeadSwapped):
+                self.swaps.append(frame)
+            else:
+                assert isinstance(frame, StepOutput)
+                chunks += frame.chunks
         return chunks
 
 

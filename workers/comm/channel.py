@@ -76,6 +76,8 @@ class Transport(NamedTuple):
     put: Callable[[Tensor], None]
     take: Callable[[Tensor], None]
     abort: Callable[[], None] = _nothing
+    wait: Callable[[float], bool] = lambda _: True
+    """Waits so many seconds for bytes to receive, and returns whether there are some; True also if unknown."""
 
 
 class _Buffers:
@@ -147,6 +149,11 @@ class Channel:
     def stop(self, step: int) -> None:
         """Tell the peer to shut down. Raises PeerLost."""
         self._send(Packed(Kind.STOP, EMPTY, EMPTY), step)
+
+    def has_frame(self, wait_s: float) -> bool:
+        """Return whether `receive` need not wait, after waiting for so many seconds at most."""
+        with PULSE.waiting():
+            return self._host_transport.wait(wait_s)
 
     def receive(self) -> Received:
         """Wait for the next frame. Raises PeerLost."""
@@ -225,7 +232,7 @@ class Channel:
 
 def link_through_host(host: HostLink, *, me: str, peer: str) -> Channel:
     """Open a channel in both directions through host memory; the protocol defines whose turn it is."""
-    return Channel(me=me, peer=peer, host=Transport(host.put, host.take), first_bytes=None)
+    return Channel(me=me, peer=peer, host=Transport(host.put, host.take, host.has_bytes), first_bytes=None)
 
 
 class ChannelOffer:

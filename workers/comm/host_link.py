@@ -72,6 +72,10 @@ class HostLink:
         if self._poll(select.POLLRDHUP, 0.0):
             raise ConnectionResetError("it closed the link")
 
+    def has_bytes(self, wait_s: float) -> bool:
+        """Return whether there is something to take, or the peer has gone, waiting for so many seconds at most."""
+        return bool(self._poll(select.POLLIN, wait_s))
+
     def close(self) -> None:
         """Close this end; the peer's next operation fails."""
         self._socket.close()

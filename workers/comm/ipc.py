@@ -135,6 +135,7 @@ class Submit:
     num_prompt_logprobs: int | None = None  # most likely tokens to report per prompt token; None = no log-probabilities
     resumption: Resumption | None = None  # in an engine that was lost
     priority: int = 0  # lower is served earlier
+    may_learn: bool = True  # a drafter that learns may keep its tokens and features for a while
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +229,7 @@ class EngineStats(_NodeCounts):
     accept_seconds: float = 0.0  # part of it: verifying the trees against these tokens
     step_seconds: float = 0.0
     num_drafter_losses: int = 0
+    num_head_swaps: int = 0
     has_drafter: bool = False  # connected now; always False for a service without one
     num_running: int = 0
     num_waiting: int = 0

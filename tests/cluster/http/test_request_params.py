@@ -10,6 +10,7 @@ import pytest
 from cluster.errors import BadRequest
 from cluster.openai.request_params import RequestLimits, SeedSource, build_submits, derive_seed, ineffective_settings
 from secateur.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
+from secateur.responses_api import ResponsesRequest
 from secateur.speculative import Speculative
 from tests.support.fake_service import CONFIG
 from workers.comm.ipc import Speculation, Submit
@@ -263,3 +264,12 @@ def test_speculative_settings_without_a_drafter_are_an_error() -> None:
     request = CompletionRequest(prompt="x", speculative={"num_speculative_tokens": 2})  # type: ignore[arg-type]
     with pytest.raises(BadRequest, match=r"^speculative: this service runs without a drafter; leave it out$"):
         first_submit(request, [1], limits=replace(LIMITS, config=replace(CONFIG, draft=None)))
+
+
+def test_a_request_opts_out_of_learning_by_its_body_or_by_its_header() -> None:
+    assert submit().may_learn and submit(store=True).may_learn
+    assert not submit(store=False).may_learn
+    chat = ResponsesRequest.model_validate({"input": "hello", "store": False}).chat([])
+    assert ChatCompletionRequest.model_validate(chat).store is False
+    request = CompletionRequest(prompt="x")
+    assert not build_submits(request, [1], ids=[1], seed=5, limits=LIMITS, may_learn=False)[0].may_learn
