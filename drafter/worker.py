@@ -110,8 +110,8 @@ def _serve(
 ) -> None:
     """Answer verifier 0 until it says STOP.
 
-    heads: None = the drafter is no head. learner: None = it does not learn. has_noise: trees are grown from rows of noise,
-    neither from single tokens' noise nor from what graphs compute.
+    heads: None = the drafter is no head. learner: None = it does not learn. has_noise: trees are grown from rows of
+    noise, neither from single tokens' noise nor from what graphs compute.
     """
     has_started = False
     PULSE.serve()

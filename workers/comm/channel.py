@@ -232,7 +232,7 @@ class Channel:
 
 def link_through_host(host: HostLink, *, me: str, peer: str) -> Channel:
     """Open a channel in both directions through host memory; the protocol defines whose turn it is."""
-    return Channel(me=me, peer=peer, host=Transport(host.put, host.take, host.has_bytes), first_bytes=None)
+    return Channel(me=me, peer=peer, host=Transport(host.put, host.take, wait=host.has_bytes), first_bytes=None)
 
 
 class ChannelOffer:
@@ -280,7 +280,7 @@ def link_between_devices(
         take=take,
         abort=partial(abort_nccl, group),
     )
-    through_host = Transport(host.put, host.take)
+    through_host = Transport(host.put, host.take, wait=host.has_bytes)
     return Channel(
         me=me, peer=peer, host=through_host, first_bytes=None, device_part=device_part, device=over_nccl, where=where
     )
