@@ -401,19 +401,24 @@ def _check_invariance(args: EngineArgs, config: EngineConfig, spec: ModelSpec) -
         return
     is_own = not isinstance(spec, TransformersSpec) and not (spec.delta or spec.latent or spec.moe)
     wrong = (
-        "is only implemented for device cpu; leave it out" if config.device != "cpu"
+        "needs Triton's kernels on device cuda; leave kernels out"
+        if config.device == "cuda" and config.kernels == "torch"
         else "is for bfloat16; write dtype bfloat16, or leave it out: in float32 texts rarely part"
         if config.dtype != "bfloat16"
         else f"is not implemented for {spec.family}, only for dense models of our own decoder; leave it out"
         if not is_own
+        else "is not implemented for sliding windows on device cuda; leave it out"
+        if config.device == "cuda" and any(spec.windows)
         else None
     )  # fmt: skip
     if wrong:
         raise ConfigError(Problem("batch_invariant", wrong))
+    if config.device == "cuda":
+        return
     from workers.kernels.select import kernels_for  # imports torch
 
     try:
-        kernels_for("cpu", batch_invariant=True)
+        kernels_for("cpu", batch_invariant=config.max_model_len)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

@@ -193,9 +193,9 @@ class EngineSettings(Settings):
         ),
     ] = "auto"
     enforce_eager: Annotated[bool, Flag("Do not capture CUDA graphs", MODEL)] = False
-    batch_invariant: Annotated[
-        bool, Flag("In bfloat16 on CPU: the same text whatever else is drafted or served", MODEL)
-    ] = False
+    batch_invariant: Annotated[bool, Flag("In bfloat16: the same text whatever else is drafted or served", MODEL)] = (
+        False
+    )
     threads: Annotated[
         PositiveInt | None,
         Flag("Threads of a verifier rank on CPU", MODEL, default="1; in bfloat16 all cores, shared by the ranks"),

@@ -107,7 +107,8 @@ def load(world: World, specs: Specs, graphs_of: EngineConfig | None = None) -> t
     config, spec = world.config, specs.target
     dtype = getattr(torch, config.dtype)
     features = _feature_source(world, specs)
-    kernels = kernels_for(world.device, config.kernels, config.enforce_eager, batch_invariant=config.batch_invariant)
+    invariant = config.max_model_len if config.batch_invariant else None
+    kernels = kernels_for(world.device, config.kernels, config.enforce_eager, batch_invariant=invariant)
     kv_type = kv_dtype(config, kernels, world.device)
     logger.info("%s: %s kernels on %s", world.role, kernels.NAME, world.device)
     decoder = load_decoder(

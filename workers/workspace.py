@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from workers.config import EngineConfig
 from workers.cuda_graphs import Size, fold_sizes
 from workers.kernels.block_scaled import SPLIT_ROWS, num_splits
-from workers.kernels.host import PlanShape
+from workers.kernels.host import PlanShape, invariant_keys_per_piece
 from workers.models.specs import DeltaSpec, ModelSpec
 
 LIBRARY_BYTES = 2 * (32 << 20)
@@ -236,4 +236,5 @@ def _plan_shape(shape: PassShape, config: EngineConfig, num_rows: int, num_reque
         kv_heads=shape.keys // shape.head,
         windows=(None,) * shape.num_windows,
         is_float32=config.item_bytes == 4,
+        keys_per_piece=invariant_keys_per_piece(config.max_model_len) if config.batch_invariant else None,
     )

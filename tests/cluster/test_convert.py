@@ -138,10 +138,10 @@ def test_kernels_and_graphs_are_carried_over_and_triton_needs_cuda() -> None:
     ("options", "error"),
     [
         ({}, "batch_invariant: is for bfloat16; write dtype bfloat16, or leave it out"),
-        ({"device": "cuda"}, "batch_invariant: is only implemented for device cpu; leave it out"),
+        ({"device": "cuda", "kernels": "torch"}, "batch_invariant: needs Triton's kernels on device cuda"),
     ],
 )
-def test_invariance_is_for_bfloat16_on_a_cpu(options: dict[str, str], error: str) -> None:
+def test_invariance_is_for_bfloat16_and_own_kernels(options: dict[str, str], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         engine_config(args(batch_invariant=True, **options))
 

@@ -132,6 +132,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     windowed = checkpoints.sliding(9, "full_attention", "sliding_attention", "full_attention")
     checkpoints.write_model(root / "target", "qwen2", num_hidden_layers=3, **windowed)
+    checkpoints.write_model(root / "unwindowed", "qwen2", num_hidden_layers=3)
     checkpoints.write_eagle3(root / "eagle3")
     checkpoints.write_eagle3(root / "peagle", parallel={"ptd_token_id": 2}, num_hidden_layers=2)
     checkpoints.write_block(
@@ -202,7 +203,7 @@ class Drafter:
 @dataclass
 class Run:
     tokens: dict[int, list[int]]
-    scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of prompts
+    scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of prompt and output tokens
     num_steps: int = 0
     num_drafts: int = 0
     num_replays: int = 0
@@ -258,7 +259,7 @@ def run(config: EngineConfig, jobs: list[Submit]) -> Run:
                     assert isinstance(frame, StepOutput)
                     for chunk in frame.chunks:
                         made.tokens[chunk.id] += chunk.tokens
-                        made.scores.setdefault(chunk.id, []).extend(chunk.prompt_logprobs or ())
+                        made.scores.setdefault(chunk.id, []).extend(chunk.prompt_logprobs or chunk.logprobs or ())
                         unfinished -= chunk.finish_reason is not None
         made.num_drafts = engine._stats.num_drafts
         if cuda:
@@ -334,6 +335,19 @@ def test_a_hybrids_steps_and_folds_are_replayed(models: Path) -> None:
     assert on_device.tokens == on_cpu.tokens and on_device.num_steps == on_cpu.num_steps
     assert on_device.num_replays > 1.7 * on_device.num_steps, "a step, and mostly a fold before it"
     assert on_device.waits == {"verifier.target._draw": on_device.num_steps}
+
+
+def test_in_bfloat16_neither_drafts_nor_other_requests_change_a_batch_invariant_text(models: Path) -> None:
+    """Nor its log-probabilities. The twins of the kernels do not show the order of sums, but which keys a row sees."""
+    config = config_for(models, "eagle3", DYNAMIC, dtype="bfloat16", batch_invariant=True)
+    config = replace(config, model_path=str(models / "unwindowed"), max_num_seqs=4)
+    submitted = jobs([replace(sampling, num_logprobs=2) for sampling in COUPLED], "coupled")
+    drafted = run(config, submitted)
+    assert drafted.num_drafts and drafted.num_replays
+    for job in submitted:
+        plain = run(config, [replace(job, speculation=Speculation(enabled=False))])
+        assert not plain.num_drafts and plain.tokens[job.id] == drafted.tokens[job.id]
+        assert len(plain.scores[job.id]) == job.max_tokens and plain.scores[job.id] == drafted.scores[job.id]
 
 
 @pytest.mark.parametrize("tree", [AUTO, CHAIN, STATIC, PRUNED], ids=["auto", "chain", "static", "thresholds"])

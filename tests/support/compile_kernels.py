@@ -132,12 +132,12 @@ def attention(name: str, dtype: str, width: int, *, pairs: int, kv_dtype: str | 
         name=f"attend: {name}",
         kernel=triton_attention._attend,
         constants=dict(KV_HEADS=8, GROUP=4, WIDTH=width, PADDED_WIDTH=padded, PAGE=16, PAIRS=pairs)
-        | dict(HAS_SOFTCAP=False, HAS_SINKS=False, UPCAST=False)
+        | dict(HAS_PATHS=False, HAS_SOFTCAP=False, HAS_SINKS=False, UPCAST=False)
         | constants,
         types=dict(q_ptr=dtype, kv_ptr=kv_dtype or dtype, out_ptr=dtype, part_ptr=FLOAT, lse_ptr=FLOAT, sink_ptr=dtype)
         | dict(scale="fp32", softcap="fp32")
         | dict.fromkeys(("pieces_ptr", "visible_ptr", "lows_ptr", "ancestors_ptr"), INT64)
-        | dict(table_ptr="*i32"),
+        | dict(table_ptr="*i32", nodes_ptr="*u8"),
         num_warps=triton_attention.warps_of_tile(pairs),
         least_arch=80 if kv_dtype is None else 89,  # below, there is no conversion from e4m3
     )
@@ -148,6 +148,8 @@ def cases() -> Iterator[Case]:
     yield attention("a tree or a prompt, bf16, 128", "*bf16", 128, pairs=128)
     yield attention("plain decoding, bf16, 128", "*bf16", 128, pairs=16)
     yield attention("plain decoding, bf16, 128, odd", "*bf16", 128, pairs=16, q_head_stride=1)
+    for width in (128, 256):
+        yield attention(f"paths, bf16, {width}", "*bf16", width, pairs=64, HAS_PATHS=True)
     yield attention("fp16, 80", "*fp16", 80, pairs=128)
     yield attention("bf16, 256", "*bf16", 256, pairs=128)
     yield attention("bf16, 256, softcap, sinks", "*bf16", 256, pairs=128, HAS_SOFTCAP=True, HAS_SINKS=True)

@@ -51,28 +51,35 @@ class _Nodes(NamedTuple):
 
 def _attend(
     q: Tensor, kv: Tensor, out: Tensor, part: Tensor, lse: Tensor, sink: Tensor,
-    pieces: Tensor, table: Tensor, visible: Tensor, low: Tensor, ancestors: Tensor,
+    pieces: Tensor, table: Tensor, visible: Tensor, low: Tensor, ancestors: Tensor, nodes: Tensor,
     scale: float, softcap: float, num_pieces: int, table_width: int, *_: Any,
-    KV_HEADS: int, GROUP: int, WIDTH: int, PAGE: int, HAS_SOFTCAP: bool, HAS_SINKS: bool, **__: Any,
+    KV_HEADS: int, GROUP: int, WIDTH: int, PAGE: int, HAS_PATHS: bool, HAS_SOFTCAP: bool, HAS_SINKS: bool, **__: Any,
 ) -> None:  # fmt: skip
     row = torch.arange(len(out))
     first, num_rows, request, base, begin, end, count = pieces.view(7, num_pieces)
     is_own = (row[:, None] >= first) & (row[:, None] < first + num_rows)  # [N, pieces]
     piece = is_own.int().argmax(1)
     assert (is_own.sum(1) == count[piece]).all(), "the first piece of a row tells how many it has"
-    slot = torch.arange(table_width * PAGE)
-    node = slot - base[piece, None]
-    is_ancestor = (node >= 0) & (node < 64) & (ancestors[row, None] >> node.clamp(0, 63) & 1 == 1)
-    is_seen = (slot >= low[row, None]) & (slot < visible[row, None]) | is_ancestor
-    is_read = is_own.int() @ ((slot >= begin[:, None]) & (slot < end[:, None])).int() > 0
-    pages = table.view(-1, table_width)[request[piece]].repeat_interleave(PAGE, dim=1)
+    place = torch.arange(table_width * PAGE).expand(len(row), -1)  # slots, or positions of a path
+    slot, node = place, place - base[piece, None]
+    if HAS_PATHS:
+        leaf = torch.where(ancestors < 0, -1 - ancestors, ancestors)[row]
+        own_node = nodes.view(-1, 64)[leaf].long().gather(1, node.clamp(0, 63))
+        slot = torch.where(node < 0, place, (base[piece, None] + own_node).clamp(max=place.shape[1] - 1))
+        is_seen = place < visible[row, None]
+    else:
+        is_ancestor = (node >= 0) & (node < 64) & (ancestors[row, None] >> node.clamp(0, 63) & 1 == 1)
+        is_seen = (place >= low[row, None]) & (place < visible[row, None]) | is_ancestor
+    is_read = is_own.int() @ ((place[0] >= begin[:, None]) & (place[0] < end[:, None])).int() > 0
+    pages = table.view(-1, table_width)[request[piece]].long().gather(1, slot // PAGE)
+    exact = torch.float64 if HAS_PATHS else torch.float32  # so that the order of sums changes nothing
     # Unread slots are absent. Slots that are read and masked must still hold finite numbers.
     stored = kv.view(torch.uint8) if kv.element_size() == 1 else kv  # torch indexes no 8-bit floats on a CPU
     kv_slots = stored[torch.where(is_read, pages * PAGE + slot % PAGE, 0)]
     keys, values = kv_slots.view(kv.dtype).to(q.dtype).unbind(2)
-    values = torch.where(is_read[:, :, None, None], values.float(), 0)
-    grouped = q.float().unflatten(1, (KV_HEADS, GROUP))
-    score = torch.einsum("nkgd,nskd->nkgs", grouped, keys.float()).flatten(1, 2) * scale
+    values = torch.where(is_read[:, :, None, None], values.to(exact), 0)
+    grouped = q.to(exact).unflatten(1, (KV_HEADS, GROUP))
+    score = torch.einsum("nkgd,nskd->nkgs", grouped, keys.to(exact)).flatten(1, 2) * scale
     score = softcap * (score / softcap).tanh() if HAS_SOFTCAP else score
     score = score.masked_fill(~(is_seen & is_read)[:, None], -torch.inf)
     if HAS_SINKS:
@@ -87,10 +94,12 @@ def _multiply(
     num_inputs: int, x_stride: int, tiles_each: int, in_turn: int,
     *_: Any, COLUMNS: int, TILES_PER_BLOCK: int, HAS_BIAS: bool, HAS_SCALE: bool, HAS_ZERO: bool, **__: Any,
 ) -> None:  # fmt: skip
+    if not HAS_SCALE:  # in float64, so that the order of sums changes nothing
+        product = F.linear(x.double(), weight.double(), bias.double() if HAS_BIAS else None)
+        (out if out.dim() == 2 else out.zero_()[0]).copy_(product)
+        return
     block = COLUMNS * TILES_PER_BLOCK
-    whole = (
-        BlockScaled(weight, scale, zero if HAS_ZERO else None, block, x.dtype).dequantized() if HAS_SCALE else weight
-    )
+    whole = BlockScaled(weight, scale, zero if HAS_ZERO else None, block, x.dtype).dequantized()
     if out.dim() == 2:
         out.copy_(F.linear(x, whole, bias if HAS_BIAS else None))  # to the bit as with a dequantized weight
     else:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
+from workers.kernels.host import invariant_keys_per_piece
 from workers.kernels.pointwise import add_rms_norm, gated_norm, head_input, rms_norm, rotate_, rotation, silu_mul
 from workers.kernels.triton_attention import plan, tree_attention
 from workers.kernels.triton_copy import copy_slots
@@ -43,5 +45,12 @@ __all__ = [
 
 NAME = "triton"
 IS_BATCH_INVARIANT = False
-INVARIANT = SimpleNamespace(**globals() | {"IS_BATCH_INVARIANT": True})
-"""Chains are not compiled: for one row the compiler may reduce in another order than for many."""
+
+
+def invariant(max_model_len: int) -> SimpleNamespace:
+    """Return the set that is batch-invariant in 16 bits, for requests of so many tokens.
+
+    Chains are not compiled: for one row the compiler may reduce in another order than for many.
+    """
+    own_plan = partial(plan, keys_per_piece=invariant_keys_per_piece(max_model_len))
+    return SimpleNamespace(**globals() | {"IS_BATCH_INVARIANT": True, "plan": own_plan})

@@ -232,7 +232,7 @@ class Kernels(Protocol):
 
 TORCH: Kernels = reference
 INVARIANT = cast(Kernels, SimpleNamespace(**vars(reference) | {"plan": plan_by_paths, "IS_BATCH_INVARIANT": True}))
-"""For bfloat16, on processors that multiply it."""
+"""For bfloat16, on CPUs that multiply it."""
 
 
 def multiplies_bfloat16() -> bool:
@@ -245,33 +245,35 @@ def kernels_for(
     name: KernelsName = "auto",
     enforce_eager: bool = False,
     *,
-    batch_invariant: bool = False,
+    batch_invariant: int | None = None,
 ) -> Kernels:
     """Select the kernels for `device`; auto means Triton on CUDA and torch elsewhere. enforce_eager: compile no chains.
 
+    batch_invariant: the most tokens of a request, for kernels that are so; None = others.
+
     Raises:
         ValueError: Triton is selected and is not installed, or cannot run on this device; or no kernels are
-            `batch_invariant` on this processor.
+            batch-invariant on this processor.
     """
     device = torch.device(device)
-    if batch_invariant:
+    if name == "torch" or (name == "auto" and device.type != "cuda"):
+        if batch_invariant is None:
+            return TORCH
         if not multiplies_bfloat16():
             raise ValueError(
                 "batch_invariant needs a processor that multiplies bfloat16 (AVX-512-BF16 or AMX), and this one does "
                 "not: leave it out, and write dtype float32, in which texts rarely part"
             )
         return INVARIANT
-    if name == "torch" or (name == "auto" and device.type != "cuda"):
-        return TORCH
     if importlib.util.find_spec("triton") is None:
         raise ValueError(f"Triton kernels for {device} need the package triton: install it, or set kernels='torch'")
     if device.type != "cuda" and not is_interpreted():
         raise ValueError(f"Triton kernels need a CUDA device, not {device}: set kernels='torch'")
     # Imported here, because torch kernels do not need Triton, and importing the compiler takes seconds.
-    if enforce_eager or is_interpreted():
+    if enforce_eager or is_interpreted() or batch_invariant is not None:
         from workers.kernels import fused
 
-        return fused
+        return fused if batch_invariant is None else cast(Kernels, fused.invariant(batch_invariant))
     from workers.kernels import compiled
 
     return cast(Kernels, compiled.KERNELS)

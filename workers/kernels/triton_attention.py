@@ -15,6 +15,10 @@ The plan lists the pieces, the longest tiles first. No piece has more keys than 
 long request among short ones occupies as many programs as its length deserves. How many pieces a tile has, and with it
 the order in which a row's values are added, thus depends on the lengths of the other requests of the step.
 
+If results must be batch-invariant, pieces have a fixed length instead, tiles one size, and keys the order of their
+positions: near the end of its prefix, where a tree begins, a tile takes the paths of its rows in turn, and a block has
+the keys of one path. The rows of other paths see none of them, which changes no bit of their sums.
+
 Sliding windows need no kernel code: the plan converts a window along a row's path into a higher `low` and an ancestor
 mask without the oldest bits, and has a list for each window. Apart from data, a launch depends only on `PlanShape`, so
 a captured launch serves every step of that shape; its plan is filled in place.
@@ -36,11 +40,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.kernels.host import BITS, KEYS_PER_BLOCK, PlanShape, bits_of, keys_N, power_of_2
+from workers.kernels.host import BITS, KEYS_PER_BLOCK, PlanShape, bits_of, keys_N, paths_of, power_of_2
 from workers.kernels.interpreted import is_interpreted
 from workers.transfer import to_device
 from workers.types import AttentionMetadata
 
+_NO_TREE = 1 << 30
+"""The base of rows that are in no tree: beyond all of their keys."""
 _COMBINED_BLOCKS = 64
 """The most blocks of rows among which `_combine` is divided: most rows of many have nothing to combine."""
 _SMALL_TABLE = 1 << 15
@@ -91,12 +97,14 @@ class TiledPlan:
         self.lows_WN, self.ancestors_WN, self.first_pieces_WN = (
             parts[name].view(W, -1) for name in ("lows", "ancestors", "first_pieces")
         )
+        self.nodes = parts["nodes"].view(torch.uint8)
         self._table = DeviceTable(shape.num_requests, shape.table_width, device)
         self.table_BP = self._table.on_device_BP
         # The host's image of the buffer, by the same parts: one vectorised pass fills it, and one copy sends it.
         self._image = np.zeros(len(self.buffer), dtype=np.int64)
-        rows, pieces = np.split(self._image, [-sizes["pieces"]])
+        rows, nodes, pieces = np.split(self._image, [-sizes["pieces"] - sizes["nodes"], -sizes["pieces"]])
         self._rows, self._pieces = rows.reshape(2 + 3 * W, -1)[:, : shape.num_rows], pieces.reshape(W, 7, -1)
+        self._nodes_N64 = nodes.view(np.uint8).reshape(-1, 64)
         self._tiles = np.zeros((5 + W, shape.num_tiles), dtype=np.int64)
         self._sent = torch.from_numpy(self._image)
         self._tile_rows, self._num_cuts = shape.tile_rows, shape.num_cuts
@@ -112,8 +120,32 @@ class TiledPlan:
             rows[2 + w], rows[2 + W + w] = _narrowed(metadata, owner_N, window, first_slot)
         lowest_WN = _lowest(metadata, owner_N, rows[2 : 2 + W], shape.windows, first_slot)
         _fill_tiles(self._tiles, metadata, owner_N, lowest_WN, self._tile_rows)
+        if shape.keys_per_piece is not None:
+            assert shape.windows == (None,) and not first_slot, "paths are for full attention from the first slot on"
+            self._fill_paths(metadata, owner_N)
         self._metadata, self._owner_N, self._first_slot = metadata, owner_N, first_slot
         self._send()
+
+    def _fill_paths(self, metadata: AttentionMetadata, owner_N: np.ndarray) -> None:
+        """Let every row see the beginning of a path: its keys in the order of their positions.
+
+        A row's path leads to a leaf below it. So several rows share one, which has the node of every position, and a
+        row sees its positions up to the row's own. In place of ancestors a row has the packed row of its leaf, or -1 -
+        leaf if an earlier row of its tile has the same one.
+        """
+        ancestors_N, tiles = metadata.ancestors_N, self._tiles
+        tile_N = np.arange(tiles.shape[1]).repeat(tiles[1])
+        leaf_N, nodes_N64 = paths_of(ancestors_N)
+        _, opens_N = np.unique(tile_N * len(leaf_N) + leaf_N, return_index=True)
+        self._rows[1] += bits_of(ancestors_N).sum(-1)
+        self._rows[3] = -1 - leaf_N
+        self._rows[3, opens_N] = leaf_N[opens_N]
+        self._nodes_N64[: len(leaf_N)] = nodes_N64
+        has_tree_T = np.zeros(tiles.shape[1], dtype=bool)
+        has_tree_T[tile_N[ancestors_N != 0]] = True
+        tiles[3, ~has_tree_T] = _NO_TREE
+        (used_T,) = (tiles[1] > 0).nonzero()
+        np.maximum.reduceat(self._rows[1], tiles[0, used_T], out=tiles[4, : len(used_T)])
 
     def move(self, base_B: np.ndarray, page_table_BP: np.ndarray) -> None:
         """Move the requests of the last step to other bases and pages: a third of `fill`'s time.
@@ -141,7 +173,7 @@ class TiledPlan:
     def _send(self) -> None:
         tiles_5T, lows_WT, first_pieces_WN = self._tiles[:5], self._tiles[5:], self._rows[-len(self._pieces) :]
         for pieces_7S, first_piece_N, low_T in zip(self._pieces, first_pieces_WN, lows_WT, strict=True):
-            _fill_pieces(pieces_7S, first_piece_N, tiles_5T, low_T, self._num_cuts)
+            _fill_pieces(pieces_7S, first_piece_N, tiles_5T, low_T, self._num_cuts, self.shape.keys_per_piece)
         # The driver stages pageable memory before it returns, so this need not synchronize.
         self.buffer.copy_(self._sent, non_blocking=True)
         self._table.update(self._metadata.page_table_BP)
@@ -177,8 +209,9 @@ def plan(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     into: TiledPlan | None = None,
+    keys_per_piece: int | None = None,
 ) -> TiledPlan:
-    """See `workers.kernels.select.Kernels.plan`."""
+    """See `workers.kernels.select.Kernels.plan`. keys_per_piece: see `PlanShape`; then results are batch-invariant."""
     num_rows, (num_requests, table_width) = len(metadata.slot_N), metadata.page_table_BP.shape
     if into is None:
         shape = PlanShape(
@@ -190,6 +223,7 @@ def plan(
             kv_heads=kv_heads,
             windows=tuple(dict.fromkeys(windows)),
             is_float32=dtype == torch.float32,
+            keys_per_piece=keys_per_piece,
         )
         into = TiledPlan(shape, device)
     room = into.shape
@@ -226,10 +260,10 @@ def tree_attention(
     keys = keys_of_block(shape.tile_pairs, padded_d, q_NHd.element_size(), _shared_bytes(q_NHd.device))
     _attend[(H, num_pieces)](
         q_NHd, kv_slots, out_NHd, part, lse, q_NHd if sink_H is None else sink_H,
-        pieces_7S, plan.table_BP, plan.visible_N, plan.lows_WN[w], plan.ancestors_WN[w],
+        pieces_7S, plan.table_BP, plan.visible_N, plan.lows_WN[w], plan.ancestors_WN[w], plan.nodes,
         scale, softcap or 0.0, num_pieces, shape.table_width, shape.part_pairs, q_NHd.stride(0), q_NHd.stride(1),
         KV_HEADS=H, GROUP=shape.group_size, WIDTH=d, PADDED_WIDTH=padded_d, PAGE=shape.page_size,
-        PAIRS=shape.tile_pairs, KEYS=keys,
+        PAIRS=shape.tile_pairs, KEYS=keys, HAS_PATHS=shape.keys_per_piece is not None,
         HAS_SOFTCAP=softcap is not None, HAS_SINKS=sink_H is not None, UPCAST=is_interpreted(),
         num_warps=warps_of_tile(shape.tile_pairs), num_stages=2,
     )  # fmt: skip
@@ -331,14 +365,22 @@ def _lowest(
 
 
 def _fill_pieces(
-    pieces_7S: np.ndarray, first_piece_N: np.ndarray, tiles_5T: np.ndarray, low_T: np.ndarray, num_cuts: int
+    pieces_7S: np.ndarray,
+    first_piece_N: np.ndarray,
+    tiles_5T: np.ndarray,
+    low_T: np.ndarray,
+    num_cuts: int,
+    keys_per_piece: int | None,
 ) -> None:
     """List the pieces of the tiles, and the first piece of each row; unused pieces have neither rows nor keys."""
     minus_T = np.minimum(low_T - tiles_5T[4], -1)  # minus the keys of each tile, because // rounds down
     order_T = minus_T.argsort(kind="stable")
     minus_T = minus_T.take(order_T)
-    most = max(KEYS_PER_BLOCK, -(int(minus_T.sum()) // num_cuts))
-    each_T = minus_T // (minus_T // most * -KEYS_PER_BLOCK) * -KEYS_PER_BLOCK
+    if keys_per_piece is not None:
+        each_T = np.full_like(minus_T, keys_per_piece)
+    else:
+        most = max(KEYS_PER_BLOCK, -(int(minus_T.sum()) // num_cuts))
+        each_T = minus_T // (minus_T // most * -KEYS_PER_BLOCK) * -KEYS_PER_BLOCK
     count_T = -(minus_T // each_T)
     first_T = count_T.cumsum() - count_T
     place_T = np.empty_like(first_T)
@@ -356,16 +398,25 @@ def _fill_pieces(
 
 @triton.jit
 def _add_block(
-    q, m, total, out, start, end, row_low, row_visible, ancestors, base, kv_ptr, table_ptr, scale, softcap,
+    q, m, total, out, start, end, row_low, row_visible, ancestors, base, kv_ptr, table_ptr, nodes_ptr, path, scale,
+    softcap,
     KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-    IS_MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    IS_MASKED: tl.constexpr, HAS_PATHS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Attend to KEYS slots from `start`. Without masks every row sees all of them."""
+    """Attend to KEYS slots from `start`. Without masks every row sees all of them.
+
+    With paths, slots are positions of a path, or of the prefix alone if `path` is -1.
+    """
     slot = start + tl.arange(0, KEYS)
     dim = tl.arange(0, PADDED_WIDTH)
     here = (dim < WIDTH)[None, :]
     if IS_MASKED:
         is_slot = slot < end
+        if HAS_PATHS:
+            is_seen = (slot[None, :] < row_visible[:, None]) & ((ancestors == path)[:, None] | (path < 0))
+            is_node = is_slot & (slot >= base)
+            node = tl.load(nodes_ptr + path * 64 + slot - base, mask=is_node, other=0).to(tl.int32)
+            slot = tl.where(is_node, base + node, slot)
         here = here & is_slot[:, None]
         page = tl.load(table_ptr + slot // PAGE, mask=is_slot, other=0)
     else:
@@ -387,12 +438,14 @@ def _add_block(
     else:
         score = score * (scale * 1.4426950408889634)
     if IS_MASKED:
-        node = slot - base
-        bit = tl.minimum(tl.maximum(node, 0), 63)
-        is_ancestor = ((ancestors[:, None] >> bit[None, :].to(tl.int64)) & 1) == 1
-        is_ancestor = is_ancestor & ((node >= 0) & (node < 64))[None, :]
-        is_prefix = (slot[None, :] >= row_low[:, None]) & (slot[None, :] < row_visible[:, None])
-        score = tl.where((is_prefix | is_ancestor) & is_slot[None, :], score, float("-inf"))
+        if not HAS_PATHS:
+            node = slot - base
+            bit = tl.minimum(tl.maximum(node, 0), 63)
+            is_ancestor = ((ancestors[:, None] >> bit[None, :].to(tl.int64)) & 1) == 1
+            is_ancestor = is_ancestor & ((node >= 0) & (node < 64))[None, :]
+            is_prefix = (slot[None, :] >= row_low[:, None]) & (slot[None, :] < row_visible[:, None])
+            is_seen = is_prefix | is_ancestor
+        score = tl.where(is_seen & is_slot[None, :], score, float("-inf"))
     new_m = tl.maximum(m, tl.max(score, 1))
     anchor = tl.where(new_m == float("-inf"), 0.0, new_m)  # no key so far: -inf - -inf would be NaN
     weight = tl.exp2(score - anchor[:, None])
@@ -406,10 +459,10 @@ def _add_block(
 @triton.jit(do_not_specialize=["num_pieces", "table_width", "part_pairs"])
 def _attend(
     q_ptr, kv_ptr, out_ptr, part_ptr, lse_ptr, sink_ptr,
-    pieces_ptr, table_ptr, visible_ptr, lows_ptr, ancestors_ptr,
+    pieces_ptr, table_ptr, visible_ptr, lows_ptr, ancestors_ptr, nodes_ptr,
     scale, softcap, num_pieces, table_width, part_pairs, q_row_stride, q_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    PAIRS: tl.constexpr, KEYS: tl.constexpr,
+    PAIRS: tl.constexpr, KEYS: tl.constexpr, HAS_PATHS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     head, piece = tl.program_id(0), tl.program_id(1)  # programs start in this order: all heads of the longest first
@@ -441,6 +494,9 @@ def _attend(
     # them every row of the tile sees every slot.
     common_low = tl.max(tl.where(is_row, low, 0), 0)
     common_end = tl.min(tl.where(is_row, visible, end), 0)
+    if HAS_PATHS:
+        common_end = tl.minimum(common_end, base)
+        ancestors = tl.where(ancestors < 0, -1 - ancestors, ancestors)  # the leaf of the row's path
     num_blocks = tl.maximum(tl.cdiv(end - begin, KEYS), 0)
     num_before = tl.minimum(tl.cdiv(tl.maximum(common_low - begin, 0), KEYS), num_blocks)
     num_plain = tl.maximum(tl.maximum(tl.minimum(common_end, end) - begin, 0) // KEYS - num_before, 0)
@@ -451,15 +507,27 @@ def _attend(
     table_ptr += request * table_width
     for block in range(num_before, num_before + num_plain):
         m, total, out = _add_block(
-            q, m, total, out, begin + block * KEYS, end, low, visible, ancestors, base, kv_ptr, table_ptr,
-            scale, softcap, KV_HEADS, WIDTH, PADDED_WIDTH, PAGE, KEYS, False, HAS_SOFTCAP,
+            q, m, total, out, begin + block * KEYS, end, low, visible, ancestors, base, kv_ptr, table_ptr, nodes_ptr,
+            -1, scale, softcap, KV_HEADS, WIDTH, PADDED_WIDTH, PAGE, KEYS, False, HAS_PATHS, HAS_SOFTCAP,
         )  # fmt: skip
     for masked in range(num_blocks - num_plain):
         block = tl.where(masked < num_before, masked, masked + num_plain)
-        m, total, out = _add_block(
-            q, m, total, out, begin + block * KEYS, end, low, visible, ancestors, base, kv_ptr, table_ptr,
-            scale, softcap, KV_HEADS, WIDTH, PADDED_WIDTH, PAGE, KEYS, True, HAS_SOFTCAP,
-        )  # fmt: skip
+        start = begin + block * KEYS
+        if HAS_PATHS:
+            # Where a tree begins, each path in turn; it changes nothing of the rows of the others.
+            has_nodes = start + KEYS > base
+            for i in range(tl.where(has_nodes, tile_rows, 1)):
+                path = tl.where(has_nodes, tl.load(ancestors_ptr + first_row + i), -1).to(tl.int32)
+                if (path >= 0) | (not has_nodes):
+                    m, total, out = _add_block(
+                        q, m, total, out, start, end, low, visible, ancestors, base, kv_ptr, table_ptr, nodes_ptr, path,
+                        scale, softcap, KV_HEADS, WIDTH, PADDED_WIDTH, PAGE, KEYS, True, HAS_PATHS, HAS_SOFTCAP,
+                    )  # fmt: skip
+        else:
+            m, total, out = _add_block(
+                q, m, total, out, start, end, low, visible, ancestors, base, kv_ptr, table_ptr, nodes_ptr, -1,
+                scale, softcap, KV_HEADS, WIDTH, PADDED_WIDTH, PAGE, KEYS, True, HAS_PATHS, HAS_SOFTCAP,
+            )  # fmt: skip
     count = tl.load(pieces_ptr + 6 * num_pieces + piece)
     if HAS_SINKS:
         if count > 0:  # the first of its tile

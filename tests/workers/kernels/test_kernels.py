@@ -17,6 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support.attention_cases import (
     CHAIN,
@@ -259,6 +260,45 @@ def test_an_empty_batch_is_empty(kernels: Kernels) -> None:
     prepared = kernels.plan(Batch([(3, 0)], 16).metadata, 16, group_size=2, device=DEVICE)
     q, kv = torch.zeros(0, 4, 8, device=DEVICE), torch.zeros(32, 2, 2, 8, device=DEVICE)
     assert kernels.tree_attention(q, kv, prepared, 1.0).shape == (0, 32)
+
+
+def _attended(requests: list[tuple[int, list[int] | int]], own: int, path: tuple[Tensor, Tensor]) -> Tensor:
+    """Return what batch-invariant attention gives the request `own`'s rows on the path of its last row.
+
+    It is in float32, in which no rounding hides another order of sums.
+
+    path: keys and values [positions, 2, H, d] and queries [positions, Hq, d] of its positions. All else is random.
+    """
+    batch, (kv_P, q_P) = Batch(requests, 16), path
+    generator = torch.Generator().manual_seed(len(batch.keys))
+    kv = torch.randn(batch.num_slots, *kv_P.shape[1:], generator=generator)
+    q = torch.randn(len(batch.keys), *q_P.shape[1:], generator=generator)
+    keys = batch.keys[max(row for row, owner in enumerate(batch.owner) if owner == own)]
+    kv[batch.physical(own, keys)] = kv_P[: len(keys)]
+    rows = [row for row, seen in enumerate(batch.keys) if batch.owner[row] == own and seen == keys[: len(seen)]]
+    q[rows] = q_P[[len(batch.keys[row]) - 1 for row in rows]]
+    plan = fused.plan(batch.metadata, 16, group_size=3, kv_heads=2, device=DEVICE, keys_per_piece=64)
+    attended = fused.tree_attention(q.to(DEVICE), kv.to(DEVICE), plan, 0.25).cpu()
+    return torch.stack([attended[row] for row in rows])
+
+
+@pytest.mark.usefixtures("sums_in_order")
+@pytest.mark.parametrize("last", [66, *(pytest.param(last, marks=pytest.mark.slow) for last in (10, 64, 130))])
+def test_a_row_has_the_same_bits_alone_in_a_crowd_in_a_prompt_and_on_any_path_of_a_tree(last: int) -> None:
+    generator = torch.Generator().manual_seed(last)
+    kv_P = torch.randn(last + 1, 2, 2, 16, generator=generator)
+    path = (kv_P, torch.randn(last + 1, 6, 16, generator=generator))
+    neighbours: list[tuple[int, list[int] | int]] = [(90, RAGGED), (3, 40), (150, [-1])]
+    alone = _attended([(last, [-1])], 0, path)[0]
+    wide = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 7]  # the last row's path has rows 0, 1, 4, 7 and 9
+    for requests, own in (
+        ([*neighbours, (last, [-1])], 3),
+        ([(0, last + 1)], 0),
+        ([(last - 8, 9), *neighbours], 0),
+        ([(last - 4, wide)], 0),
+        ([neighbours[0], (last - 4, wide), neighbours[1]], 1),
+    ):
+        assert torch.equal(_attended(requests, own, path)[-1], alone), requests
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
