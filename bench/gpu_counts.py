@@ -6,6 +6,7 @@ There is one table per part:
 
     launches   kernels in the graphs of a whole tree, on the simulated device
     trees      launches, calls and bytes of a draft by requests, nodes and levels, and the time that a GPU would take
+    mixers     kernels in a step's forward of models whose layers mix rows in other ways, on the simulated device
     calls      launches, copies and replays that the host makes in a step, on the simulated device
     bytes      what a forward's attention plan sends to the device, on the simulated device
     attention  the programs of attention over requests of different lengths, and the host's time for their list
@@ -69,14 +70,16 @@ from workers.comm.channel import Received
 from workers.comm.ipc import FrameSocket, Submit
 from workers.comm.wire import Kind
 from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
-from workers.cuda_graphs import Size, decoder_graphs, fitting, padded, sizes
+from workers.cuda_graphs import Recorder, Size, decoder_graphs, fitting, padded, sizes
 from workers.kernels import fused, pointwise, triton_attention
+from workers.kernels.select import TORCH
 from workers.models.layers import Runtime
+from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.settings import Constraints, SamplingSettings
 from workers.types import AttentionMetadata, DraftReply, DraftRequest, SamplingBatch, TargetStep, TreeBatch
 
-PARTS = ("launches", "trees", "calls", "bytes", "attention", "host", "engine", "buckets", "cuts", "kernels")
+PARTS = ("launches", "mixers", "trees", "calls", "bytes", "attention", "host", "engine", "buckets", "cuts", "kernels")
 BATCHES = (1, 8, 32)
 MANY = (1, 32, 64, 128, 256)
 NUM_STEPS, WARM_UP, NUM_ROUNDS = 50, 20, 5
@@ -200,6 +203,43 @@ def _moved(rows: int, levels: int) -> tuple[float, float]:
     """Return the gigabytes and the milliseconds of a draft of so many rows a level."""
     num_bytes = levels * LEVEL_BYTES + (levels - 1) * rows * ROW_BYTES
     return round(num_bytes / 1e9, 2), round(REPLY_MS + levels * LEVEL_MS + (levels - 1) * rows * ROW_US / 1e3, 2)
+
+
+# ---- mixers
+
+
+def mixers() -> Table:
+    """Yield a forward of a tree of 17 rows, without the LM head, by models of four dense layers and equal widths."""
+    yield ["a tree of 17 rows through 4 layers", "launches", "a layer", "launches of a fold"]
+    attention: dict[str, Any] = dict(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    latent = checkpoints.LATENT["youtu"] | {"num_hidden_layers": 4}
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        paths = {
+            "attention (Qwen3)": checkpoints.write_model(root / "attention", "qwen3", **attention),
+            "gated delta nets (Qwen3.5, all layers)": checkpoints.write_hybrid(
+                root / "delta", layer_types=["linear_attention"] * 4
+            ),
+            "gated delta nets in torch": root / "delta",
+            "latent attention (Youtu)": checkpoints.write_model(root / "latent", "youtu", **latent),
+        }
+        for name, path in paths.items():
+            spec = read_spec(path)
+            with simulated_cuda() as cuda, as_one_launch(cuda) as kernels:
+                runtime = Runtime(device="cuda", kernels=TORCH if name.endswith("torch") else kernels)
+                model = load_decoder(path, spec, runtime)
+                kv = model.new_kv_pool(64, num_seats=1, num_tree_rows=17)
+                one, none = np.ones(1, dtype=np.int32), np.zeros(1, dtype=np.int32)
+                tree = replace(trees_behind(np.array([20]), 16), read_seat_B=one, write_seat_B=none)
+                rows, plan = torch.zeros(17, dtype=torch.int32, device="cuda"), model.plan(tree, 16)
+                recorder, fold = Recorder(torch.device("cuda", 0)), 0
+                recorder.record(partial(model.forward, rows, rows, plan, kv))
+                if kv.states is not None:
+                    chain = replace(tree, write_seat_B=one, ancestors_N=np.zeros_like(tree.ancestors_N))
+                    recorder.record(partial(model.fold_rows, rows, model.kernels.delta_plan(chain, "cuda"), kv))
+                    fold = len(cuda.graphs[1].work)
+                count = len(cuda.graphs[0].work)
+                yield [name, count, count / spec.num_layers, fold or ""]
 
 
 # ---- calls
@@ -703,8 +743,8 @@ def main() -> None:
     made.add_argument("--archs", type=int, nargs="+", default=[80, 90, 100], help="compute capabilities x 10")
     options = made.parse_args()
     counters: dict[str, Callable[[], Table]] = {
-        "launches": launches, "trees": trees, "calls": calls, "bytes": bytes_sent, "attention": attention,
-        "host": host, "engine": engine_stages, "buckets": buckets, "cuts": cuts,
+        "launches": launches, "mixers": mixers, "trees": trees, "calls": calls, "bytes": bytes_sent,
+        "attention": attention, "host": host, "engine": engine_stages, "buckets": buckets, "cuts": cuts,
         "kernels": partial(kernels, options.archs),
     }  # fmt: skip
     torch.set_num_threads(1)
