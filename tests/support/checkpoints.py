@@ -59,6 +59,17 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
 
 def randomise(shape: tuple[int, ...], name: str, generator: torch.Generator) -> Tensor:
     """Initialize weights so that every part of the model matters: norms near 1, biases and matrices far from 0.

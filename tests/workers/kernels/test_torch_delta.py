@@ -148,7 +148,7 @@ def test_a_long_chunk_is_cut_into_pieces_that_follow_one_another() -> None:
 
 
 def test_a_piece_ends_where_a_state_is_kept() -> None:
-    """Of the first chunk behind rows 69 and 99, its last; of the second one behind its first row."""
+    """States are kept behind rows 69 and 99, the last, of the first chunk, and behind the first row of the second."""
     chunks = replace(
         metadata([100, 3], [0] * 103, [0, 7], [5, 7]),
         keep_row_K=np.array([69, 99, 100]),

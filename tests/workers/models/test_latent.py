@@ -1,14 +1,10 @@
-"""A DeepSeek-V3 and its kin equal transformers' classes: prompts, chunks, every node of trees, and what follows them.
-
-Transformers computes the keys and values of all heads, and this decoder none of them.
-"""
+"""What only a model with latents has: its cache, the names of Kimi, its own prediction layer, and its limits."""
 
 from __future__ import annotations
 
 import json
 import random
 import shutil
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from drafter.proposers.eagle import FcHead
 from tests.support import checkpoints
-from tests.support.attention_cases import paths_of
-from tests.workers.models.test_hybrid import PAGE, Oracle, Run, some_tokens
+from tests.support.model_runs import PAGE, Run, some_tokens
 from workers.kv_cache import FP8, KVPool
 from workers.models.draft_methods import check_kinds
 from workers.models.fc_head_format import read_mtp_spec
-from workers.models.layers import Runtime
 from workers.models.load import load_decoder
 from workers.models.quantization import read_quantization
 from workers.models.readers import read_spec
@@ -34,69 +28,16 @@ from workers.types import AttentionMetadata
 
 torch.set_num_threads(1)
 
-YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
-YARN |= {"beta_fast": 32, "beta_slow": 1}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek-v3": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
-    "deepseek-v3 (plain)": (
-        "deepseek_v3",
-        {"q_lora_rank": None, "rope_interleave": False, "n_group": 1, "topk_group": 1},
-    ),
-    "yarn with two scales": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
-    "glm-4.7-flash": ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "dense"]}),
-    "youtu": ("youtu", {}),
-}
-
-
-def write(path: Path, name: str = "deepseek-v3") -> Path:
-    family, config = MODELS[name]
-    return checkpoints.write_model(path, family, **checkpoints.LATENT[family] | config)
+CONFIG = checkpoints.LATENT["deepseek_v3"] | {"rope_parameters": checkpoints.YARN_ROPE}
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("latent"))
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def any_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("latent"), request.param)
+    return checkpoints.write_model(tmp_path_factory.mktemp("latent"), "deepseek_v3", **CONFIG)
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert (actual - expected).abs().max().item() < 1e-4
-
-
-def test_prompts_and_chunks_have_the_logits_of_transformers(any_path: Path) -> None:
-    rng, oracle, model = random.Random(0), Oracle(any_path), load_decoder(any_path, read_spec(any_path))
-    tokens = some_tokens(rng, 200)
-    expected = oracle.logits(tokens)
-    assert expected.std() > 1, "logits too flat to tell models apart"
-    assert_close(Run(model).forward([[]], [tokens])[0], expected)
-    for sizes in ([1] * 12 + [188], [3, 2, 130, 65]):
-        run, ends = Run(model), [0, *torch.tensor(sizes).cumsum(0).tolist()]
-        assert_close(torch.cat([run.forward([[]], [tokens[a:b]])[0] for a, b in pairwise(ends)]), expected)
-
-
-def test_every_node_has_the_logits_of_its_path(path: Path) -> None:
-    """Trees of 1 to 64 rows of two requests, some only a root, beside the chunks of a third."""
-    rng, oracle, model = random.Random(1), Oracle(path), load_decoder(path, read_spec(path))
-    run = Run(model, 3)
-    run.forward([[], []], [some_tokens(rng, 5), some_tokens(rng, 70)])
-    for _ in range(6):
-        sizes = [rng.choice([1, 2, 9, 64]), rng.choice([1, 5, 30])]
-        trees = [[-1, *(rng.randrange(max(0, row - 6), row) for row in range(1, size))] for size in sizes]
-        tokens = [some_tokens(rng, size) for size in sizes]
-        before = [list(text) for text in run.texts]
-        chunk = some_tokens(rng, rng.choice([1, 7, 20]))
-        logits = run.forward([*trees, []], [*tokens, chunk])
-        for request, parents in enumerate(trees):
-            of_rows = paths_of(parents)
-            for row in {0, rng.randrange(len(parents)), len(parents) - 1}:
-                text = before[request] + [tokens[request][r] for r in of_rows[row]]
-                assert_close(logits[request][row], oracle.logits(text)[-1])
-        assert_close(logits[2], oracle.logits(before[2] + chunk)[len(before[2]) :])
-        run.accept([rng.choice(paths_of(parents)) for parents in trees], tokens)
 
 
 def test_a_token_takes_one_latent_and_nothing_for_each_head(path: Path) -> None:
@@ -146,22 +87,6 @@ def test_latents_in_8_bits_are_near_the_exact_ones(path: Path) -> None:
     assert 0 < (logits[1] - logits[0]).abs().mean() < 0.15 * logits[0].std()
 
 
-def test_fp8_blocks_are_read_by_head_and_pair(tmp_path: Path) -> None:
-    """Rows of rotated widths change their places, which no block of rows survives."""
-    path = write(tmp_path / "exact")
-    checkpoints.dequantize_fp8(checkpoints.quantize_fp8(path, (32, 64)), tmp_path / "whole")
-    tokens = some_tokens(random.Random(9), 12)
-    one, other = (Run(load_decoder(at, read_spec(at))).forward([[]], [tokens])[0] for at in (path, tmp_path / "whole"))
-    assert_close(one, other)
-
-
-def test_sixteen_bits_are_near_the_exact_logits(path: Path) -> None:
-    exact, tokens = load_decoder(path, read_spec(path)), some_tokens(random.Random(8), 30)
-    half = load_decoder(path, read_spec(path), Runtime(dtype=torch.bfloat16))
-    one, other = (Run(model).forward([[]], [tokens])[0] for model in (exact, half))
-    assert (one - other).abs().mean() < 0.1 * one.std()
-
-
 GLM = {
     **checkpoints.ARCHITECTURES["glm-4-moe"][1],
     "attention_bias": True,
@@ -174,7 +99,7 @@ GLM = {
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_the_prediction_layer_has_the_states_of_transformers(tmp_path: Path, family: str) -> None:
     """The last layer of another model of transformers has its tensors. GLM-4.5 has the layout, but no latents."""
-    config = GLM if family == "glm4_moe" else checkpoints.LATENT[family] | MODELS["deepseek-v3"][1]
+    config = GLM if family == "glm4_moe" else CONFIG
     path = checkpoints.add_mtp(checkpoints.write_model(tmp_path / "own", family, **config), "deepseek_v3")
     own, last, stored = "model.layers.3.", "model.layers.2.", load_file(path / "model.safetensors")
     names = [name for name in stored if name.startswith(own) and ("_proj" in name or "norm" in name)]

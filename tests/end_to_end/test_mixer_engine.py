@@ -1,4 +1,4 @@
-"""A hybrid in a whole engine: every draft method leaves the tokens as they are, whatever becomes of requests meanwhile.
+"""A hybrid and a model with latents in a whole engine: no draft method and no fate of a request changes its tokens.
 
 The vocabulary is so small that trees of a random drafter are often right by chance.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,14 +23,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cluster.engine.local_engine import LocalEngine
+from cluster.text.tokenizer import Tokenizer
 from drafter.proposers.base import DraftModelProposer, FeatureProposer, Proposer, shared_vocabulary
 from drafter.proposers.eagle import FcHead
 from drafter.proposers.ngram import MatchLengths, NgramProposer
 from tests.end_to_end.test_engine_laws import p_value
 from tests.support import checkpoints
 from tests.support.engine_here import EngineHere, Pair, engine_here
-from tests.support.engines import GenerationJob, Runner
+from tests.support.engines import BUNDLED, GenerationJob, Runner
 from tests.support.oracles import product_law
+from tests.workers.models.test_latent import CONFIG, GLM
 from verifier import prefix_cache
 from verifier.adaptive.cost_model import UNPROFILED
 from workers.comm.ipc import RequestStats, Resumption, Speculation, Submit
@@ -36,6 +40,7 @@ from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCost
 from workers.models.fc_head_format import read_mtp_spec
 from workers.models.load import load_decoder
 from workers.models.readers import read_spec
+from workers.sampling.grammar import grammar_text
 from workers.settings import Constraints, SamplingSettings
 
 torch.set_num_threads(1)
@@ -55,13 +60,31 @@ METHODS = {
 }
 
 
+def write_hybrid(path: Path, **options: object) -> Path:
+    return checkpoints.add_mtp(checkpoints.write_hybrid(path, **options), "qwen3_5")  # type: ignore[arg-type]
+
+
+def write_latent(path: Path, **options: object) -> Path:
+    return checkpoints.add_mtp(checkpoints.write_model(path, "deepseek_v3", **CONFIG | options), "deepseek_v3")
+
+
+FAMILIES = {"hybrid": write_hybrid, "latent": write_latent}
+DRAFTS = {"hybrid": ("llama", {}), "latent": ("youtu", checkpoints.LATENT["youtu"])}
+CACHED = {"hybrid": 0.4, "latent": 0.7}
+"""The part of tokens that prefixes share, at least: a hybrid only resumes where a state was kept."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("hybrid")
-    checkpoints.add_mtp(checkpoints.write_hybrid(root / "target", vocab_size=V), "qwen3_5")
-    checkpoints.write_model(root / "draft", "llama", vocab_size=V, num_hidden_layers=1)
-    moe = checkpoints.write_hybrid(root / "moe" / "target", "qwen3_next", vocab_size=V, **checkpoints.HYBRID_MOE)
-    checkpoints.add_mtp(moe, "qwen3_5")
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp(family)
+    FAMILIES[family](root / "target", vocab_size=V)
+    kind, config = DRAFTS[family]
+    checkpoints.write_model(root / "draft", kind, vocab_size=V, num_hidden_layers=1, **config)
     return root
 
 
@@ -170,7 +193,7 @@ def test_tokens_equal_those_without_speculation(
 
 @pytest.mark.parametrize("method", ["off", "mtp"])
 def test_prefix_hits_of_every_length_change_no_token(
-    folder: Path, method: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, family: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_cache, "CHECKPOINT_INTERVAL", 32)
     rng = random.Random(7)
@@ -192,15 +215,47 @@ def test_prefix_hits_of_every_length_change_no_token(
         found = [answers(here, asked[begin : begin + 3]) for begin in range(0, len(asked), 3)]
         stats = here.engine._stats
         assert {id: tokens for some in found for id, tokens in some.items()} == wanted
-        assert stats.prefix_cache_hits > 0.4 * stats.prefix_cache_queries
+        assert stats.prefix_cache_hits > CACHED[family] * stats.prefix_cache_queries
 
 
-def test_a_mixture_of_experts_drafts_with_its_own_layer(folder: Path) -> None:
+@pytest.mark.parametrize("model", ["qwen3_next", "glm4_moe"])
+def test_other_models_draft_with_their_own_layer(tmp_path: Path, model: str) -> None:
+    """A hybrid with experts; and a GLM-4.5, which has the layer of a DeepSeek-V3 and runs in transformers' class."""
+    if model == "qwen3_next":
+        write_hybrid(tmp_path / "target", family=model, vocab_size=V, **checkpoints.HYBRID_MOE)
+    else:
+        target = checkpoints.write_model(tmp_path / "target", model, vocab_size=V, **GLM)
+        checkpoints.add_mtp(target, "deepseek_v3")
     told = []
     for method in ("off", "mtp"):
-        with engine(folder / "moe", method) as here:
+        with engine(tmp_path, method) as here:
             told.append(answers(here, submits(1.0, 4)))
     assert told[0] == told[1] and here.engine._stats.num_accepted_tokens > 5
+
+
+@pytest.mark.parametrize("method", ["mtp", "mtp, chain"])
+def test_a_grammar_is_followed_with_and_without_drafts(family: str, tmp_path: Path, method: str) -> None:
+    pattern = r"[A-Z][a-z]{2,9}( [0-9]{1,4}){0,2}"
+    path = FAMILIES[family](tmp_path / "target", vocab_size=2048, eos_token_id=[0, 2])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED / "target" / name, path)
+    constraints = Constraints(grammar=grammar_text("regex", pattern, whitespace="none"))
+    asked = [
+        Submit(
+            id=i,
+            prompt=[5, 6, 7 + i],
+            max_tokens=30,
+            sampling=SamplingSettings(temperature=1.0, seed=i, constraints=constraints),
+        )
+        for i in range(4)
+    ]
+    told = []
+    for name in ("off", method):
+        with engine(tmp_path, name, eos_token_ids=(0, 2)) as here:
+            told.append(answers(here, asked))
+    assert told[0] == told[1]
+    texts = [Tokenizer(str(path)).decode(tokens[:-1]) for tokens in told[0].values()]
+    assert all(re.fullmatch(pattern, text) for text in texts)
 
 
 def test_preemptions_and_aborts_between_a_step_and_its_fold_change_nothing(
@@ -275,20 +330,21 @@ def test_a_killed_rank_changes_no_token(folder: Path, size: int) -> None:
     asyncio.run(main())
 
 
-def test_two_ranks_give_the_same_tokens(folder: Path, expected: dict[float, dict[int, list[int]]]) -> None:
+@pytest.mark.parametrize("method", ["mtp", "mtp, chain"])
+def test_two_ranks_give_the_same_tokens(folder: Path, expected: dict[float, dict[int, list[int]]], method: str) -> None:
     jobs = [
         GenerationJob(prompt=one.prompt, max_tokens=one.max_tokens, sampling=one.sampling)
         for temperature in (0.0, 1.0)
         for one in submits(temperature)
     ]
-    with Runner(config_of(folder, "mtp", tensor_parallel_size=2, step_timeout_s=120.0)) as runner:
+    with Runner(config_of(folder, method, tensor_parallel_size=2, step_timeout_s=120.0)) as runner:
         told = runner.run(jobs, concurrency=4)
         assert runner.stats.num_accepted_tokens > 20
     wanted = [tokens for by_id in expected.values() for tokens in by_id.values()]
     assert [one.tokens for one in told] == wanted
 
 
-def test_texts_of_sampled_drafts_follow_the_law_of_a_hybrid(folder: Path) -> None:
+def test_texts_of_sampled_drafts_follow_the_law_of_the_target(folder: Path) -> None:
     """The joint distribution of the first two tokens of many seeds is the product of transformers' conditionals."""
     model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32, attn_implementation="eager")
     prompt = [3, 1, 4, 1, 5]

@@ -1,8 +1,8 @@
-"""A whole engine over a hybrid emits exactly the target's law: every random draw of a request is enumerated.
+"""A whole engine emits exactly the law of its target, a hybrid or one with latents: every random draw is enumerated.
 
-The engine, the target with its states, and the MTP drafter are the real ones. The draws of the target, of drafts, of
-coins and of last tokens are choices, and the request runs once for each sequence of choices. The weights of all runs
-add up to the distribution of its tokens, which must be the product of transformers' conditionals.
+The engine, the target with its states or latents, and the MTP drafter are the real ones. The draws of the target, of
+drafts, of coins and of last tokens are choices, and the request runs once for each sequence of choices. The weights of
+all runs add up to the distribution of its tokens, which must be the product of transformers' conditionals.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import drafter.tree.budgeted
 import verifier.acceptance.rejection
 from drafter.proposers.eagle import FcHead
 from drafter.tree.sample import DrawBits, DrawnChildren, Support
-from tests.support import checkpoints
+from tests.end_to_end.test_mixer_engine import FAMILIES
 from tests.support.engine_here import EngineHere, Pair, engine_here
 from tests.support.enumeration import Choose, dense, draw_by, explore
 from tests.support.grammars import TinyTable, allowed_by
@@ -60,12 +60,15 @@ RULES = {
 }
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> FilePath:
-    path = tmp_path_factory.mktemp("hybrid")
-    layers = ["linear_attention", "full_attention"]
-    checkpoints.write_hybrid(path, vocab_size=len(TEXTS), num_hidden_layers=2, layer_types=layers)
-    return checkpoints.add_mtp(path, "qwen3_5")
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> FilePath:
+    layers = {"layer_types": ["linear_attention", "full_attention"]} if family == "hybrid" else {}
+    return FAMILIES[family](tmp_path_factory.mktemp(family), vocab_size=len(TEXTS), num_hidden_layers=2, **layers)
 
 
 @cache
@@ -217,16 +220,21 @@ def test_texts_follow_the_law_within_a_grammar(enumerate_: Callable[..., Outcome
 
 
 @pytest.mark.parametrize("rule", ["coupled", "traversal"])
-def test_preemptions_between_a_step_and_its_fold_keep_the_law(
+def test_preemptions_between_steps_keep_the_law(
     enumerate_: Callable[..., Outcome], folder: FilePath, rule: str
 ) -> None:
-    law, _ = enumerate_(rule, "chain", is_preempted=True)
+    """The rows that the next step would fold into states, or move to their places, are dropped."""
+    law, _ = enumerate_(rule, "static", is_preempted=True)
     assert distance(law, law_of(folder, has_grammar=False)) < TOLERANCE
 
 
-def test_a_state_that_misses_the_accepted_rows_is_detected(
-    enumerate_: Callable[..., Outcome], folder: FilePath, monkeypatch: pytest.MonkeyPatch
+def test_accepted_rows_that_leave_no_trace_are_detected(
+    enumerate_: Callable[..., Outcome], folder: FilePath, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Decoder, "fold", lambda *_: None)
-    law, _ = enumerate_("coupled", "chain")
+    """They are not folded into a hybrid's states, or latents are not moved to their places."""
+    if family == "hybrid":
+        monkeypatch.setattr(Decoder, "fold", lambda *_: None)
+    else:
+        monkeypatch.setattr(reference, "copy_slots", lambda *_: None)
+    law, _ = enumerate_("coupled", "static")
     assert distance(law, law_of(folder, has_grammar=False)) > VISIBLE
