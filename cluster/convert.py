@@ -282,9 +282,7 @@ def _with_folder(draft: DraftConfig, target: Path) -> DraftConfig:
 
 
 def _learning(draft: DraftConfig, heads: Path) -> DraftConfig:
-    """Return the configuration of a drafter that learns, with the newest head it has learnt. Raises ConfigError."""
-    if draft.method != "eagle3":
-        raise ConfigError(Problem("online_learning", "is for EAGLE-3 heads; use one, or leave it out"))
+    """Return the configuration of a drafter that learns, with the newest head it has learnt."""
     from drafter.learning.learner import learnt_heads  # imports torch
 
     newest = learnt_heads(heads)[-1:] or [Path(draft.model_path)]
