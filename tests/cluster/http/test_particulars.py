@@ -376,3 +376,17 @@ def test_health_is_that_of_what_fails_and_of_the_engine_first(engine, tokenizing
     parts = {"engine": engine, "tokenizer_pool": tokenizing}
     service = SimpleNamespace(**{name: SimpleNamespace(health=lambda own=own: own) for name, own in parts.items()})
     assert Service.health(service) == whole  # type: ignore[arg-type]  # only these two parts are asked
+
+
+def test_a_header_keeps_a_request_from_being_learnt_from(service: FakeService) -> None:
+    body = {"prompt": "a", "max_tokens": 1}
+    with service.http() as http:
+        for headers, may_learn in (
+            ({}, True),
+            ({"X-Secateur-Learn": "off"}, False),
+            ({"X-Secateur-Learn": "on"}, True),
+        ):
+            assert http.post("/v1/completions", json=body, headers=headers).status_code == 200
+            assert service.engine.submitted[-1].may_learn is may_learn
+        assert http.post("/v1/responses", json={"input": "a", "store": False}).status_code == 200
+        assert not service.engine.submitted[-1].may_learn

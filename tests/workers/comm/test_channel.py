@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.fakes import in_processes
-from workers.comm.channel import DevicePart, PeerLost, faster_link, link_between_devices
+from workers.comm.channel import DevicePart, PeerLost, faster_link, link_between_devices, link_through_host
 from workers.comm.groups import World
 from workers.comm.host_link import HostLink, LinkOffer, connect
 from workers.comm.wire import Kind
@@ -328,3 +328,20 @@ def test_a_silent_verifier_is_lost_after_the_idle_timeout():
 def test_a_killed_verifier_is_noticed_by_its_peer():
     said = dict(in_processes(lose_the_source, config(tensor_parallel_size=2)))
     assert said[1].startswith("verifier 1 lost verifier 0 at step 43:"), said[1]
+
+
+def test_a_link_says_whether_a_frame_waits() -> None:
+    """A drafter learns until one does, and sees then that the verifier has gone."""
+    ends = socket.socketpair()
+    verifier, drafter = (
+        link_through_host(HostLink(end, 5.0), me=me, peer=peer)
+        for end, me, peer in zip(ends, ("verifier 0", "drafter 0"), ("drafter 0", "verifier 0"), strict=True)
+    )
+    assert not drafter.has_frame(0.0) and not drafter.has_frame(0.01)
+    verifier.heartbeat(3)
+    assert drafter.has_frame(5.0) and drafter.receive().kind == Kind.HEARTBEAT
+    assert not drafter.has_frame(0.0)
+    ends[0].close()
+    with pytest.raises(PeerLost, match="drafter 0 lost verifier 0"):
+        assert drafter.has_frame(5.0) and drafter.receive()
+    ends[1].close()
