@@ -166,4 +166,5 @@ def test_the_settings_name_what_is_missing_and_a_restart_takes_the_newest_head(t
     draft = engine_config(EngineArgs.load(settings)).draft
     assert draft is not None and draft.model_path == str(tmp_path / "000004")
     with pytest.raises(ConfigError, match="is for EAGLE-3 heads"):
-        engine_config(EngineArgs.load(settings | {"speculative_config": {"model": "bundled:draft"}}))
+        nothing_learnt = settings | {"online_learning_path": str(tmp_path / "empty")}
+        engine_config(EngineArgs.load(nothing_learnt | {"speculative_config": {"model": "bundled:draft"}}))
