@@ -139,7 +139,6 @@ class Learner:
     def __init__(
         self, spec: Eagle3Spec, folder: str, heads: str, embed: Callable[[Tensor], Tensor], target_ids: Tensor
     ) -> None:
-        self.reservoir = Reservoir(CANARY_WINDOWS)
         self._spec, self._heads, self._embed, self._target_ids = spec, Path(heads), embed, target_ids
         self._index_V = torch.full((spec.layers.vocab_size,), -1).index_put(
             (target_ids,), torch.arange(len(target_ids))
@@ -159,8 +158,9 @@ class Learner:
         tensors = _trained_tensors(self._spec, load_file(self._folder / WEIGHTS))
         is_own = all(torch.equal(tensors[name], value) for name, value in self._candidate.state_dict().items())
         self._serving.load_state_dict(tensors)
-        if not is_own:
+        if not is_own:  # of another fusion, perhaps, whose features mean something else
             self._drop()
+            self.reservoir = Reservoir(CANARY_WINDOWS)
         self._slices = self._learn()
 
     def _drop(self) -> None:
