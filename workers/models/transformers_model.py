@@ -13,7 +13,6 @@ Legend: N packed rows, D hidden width, V vocabulary, W = ceil(V / T) columns of 
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from workers.models.layers import RankWeights
 from workers.models.specs import TransformersSpec
 from workers.models.transformers_attention import AttentionStep, attending, register
 from workers.models.transformers_load import Shares, fill, skeleton
-from workers.models.transformers_spec import TESTED, model_config
+from workers.models.transformers_spec import TESTED, GivenHidden, model_config
 from workers.types import Hidden
 
 logger = logging.getLogger(__name__)
@@ -67,8 +66,7 @@ class TransformersDecoder(BaseDecoder):
         self._captured: dict[int, Tensor] = {}
         self._install_taps()
         shares.install_hooks(self._base)
-        self._given_hidden = _GivenHidden()
-        setattr(model, model.base_model_prefix, self._given_hidden)
+        self._given_hidden = GivenHidden.put_into(model)
         self._head = model
         if self.device.type == "cuda" and not self.can_be_captured:
             logger.info("%s: no CUDA graphs, because a forward pass synchronizes with the host", spec.class_name)
@@ -105,7 +103,7 @@ class TransformersDecoder(BaseDecoder):
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """See `BaseDecoder.logits`."""
         self._given_hidden.value = hidden_ND[None]
-        logits_NW = self._head(input_ids=None, use_cache=False).logits[0].float()
+        logits_NW = self._head(**GivenHidden.INPUTS).logits[0].float()
         num_padding = self._shard_width - logits_NW.shape[-1]
         return F.pad(logits_NW, (0, num_padding), value=float("-inf")) if num_padding else logits_NW
 
@@ -128,28 +126,3 @@ class TransformersDecoder(BaseDecoder):
                 layers[tap].register_forward_pre_hook(before(tap), with_kwargs=True)
             else:
                 layers[-1].register_forward_hook(after)
-
-
-class _GivenHidden(nn.Module):
-    """Replaces the base model in ForCausalLM.forward, to compute only logits."""
-
-    value: Tensor
-
-    @property
-    def decoder(self) -> _GivenHidden:
-        """Return itself: OPT's head calls this part of its base model."""
-        return self
-
-    def forward(self, *_: Any, **__: Any) -> _BaseOutput:
-        """Return the given hidden states as the base model's output."""
-        nothing = dict.fromkeys(("past_key_values", "hidden_states", "attentions", "cross_attentions", "router_logits"))
-        return _BaseOutput(last_hidden_state=self.value, **nothing)
-
-
-class _BaseOutput(SimpleNamespace):
-    """A base model's output, whose first item some heads read by its index."""
-
-    def __getitem__(self, index: int) -> Tensor:
-        assert index == 0
-        value: Tensor = self.last_hidden_state
-        return value

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -55,9 +56,9 @@ TESTED = frozenset(
     afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 cohere2_moe cwm dots1 ernie4_5 ernie4_5_moe
     exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe gpt2 gpt_bigcode
     gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium
-    hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna mellum minimax_m2 ministral3
-    mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2_moe
-    qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
+    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna mellum minimax_m2
+    ministral ministral3 mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3
+    phimoe qwen2_moe qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
     """.split()
 )
 """Model types whose logits tests/workers/models/test_architectures.py compares with transformers."""
@@ -248,6 +249,12 @@ def _observe(config: Any) -> _Observed:
     _check(config, base, calls)
     names = {module: name for name, module in base.named_modules()}
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    given = GivenHidden.put_into(model)
+    given.value = torch.empty(1, 2, config.hidden_size, device="meta")
+    try:
+        model(**GivenHidden.INPUTS)
+    except Exception as error:
+        raise _Unsupported(f"its head needs more than hidden states ({_short(error)})") from error
     return _Observed(
         calls=tuple(calls),
         layers_name=layers_name,
@@ -258,6 +265,40 @@ def _observe(config: Any) -> _Observed:
         copies_from_host=copies.is_any,
         hidden_dims=dims[0],
     )
+
+
+class GivenHidden(nn.Module):
+    """Replaces the base model in ForCausalLM.forward, to compute only logits."""
+
+    INPUTS: ClassVar[dict[str, Any]] = {"input_ids": None, "use_cache": False}
+    """Of the class' forward pass, which hands them to the base model."""
+    value: Tensor
+
+    @staticmethod
+    def put_into(model: Any) -> GivenHidden:
+        """Replace the base model of a class."""
+        given = GivenHidden()
+        setattr(model, model.base_model_prefix, given)
+        return given
+
+    @property
+    def decoder(self) -> GivenHidden:
+        """Return itself: OPT's head calls this part of its base model."""
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> _BaseOutput:
+        """Return the given hidden states as the base model's output."""
+        nothing = dict.fromkeys(("past_key_values", "hidden_states", "attentions", "cross_attentions", "router_logits"))
+        return _BaseOutput(last_hidden_state=self.value, **nothing)
+
+
+class _BaseOutput(SimpleNamespace):
+    """A base model's output, whose first item some heads read by its index."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        assert index == 0
+        value: Tensor = self.last_hidden_state
+        return value
 
 
 class _HostCopies(TorchFunctionMode):
@@ -309,6 +350,8 @@ def _check(config: Any, base: nn.Module, calls: list[_Call]) -> None:
     shapes = {(call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}
     if len(shapes) > 1:
         raise _Unsupported(f"layers of different (heads, key-value heads, head width): {sorted(shapes)}")
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in base.modules()):  # RoBERTa and its kin
+        raise _Unsupported("positions that are counted from the padding token's id are not implemented")
     convolutions = [name for name, module in base.named_modules() if isinstance(module, nn.Conv1d)]
     if convolutions:
         raise _Unsupported(f"convolutions over tokens ({convolutions[0]}) are not implemented")

@@ -244,6 +244,12 @@ def test_a_tied_model_uses_a_stored_head_that_is_not_its_embedding(tmp_path: Pat
         ("minicpm3", {}, "'MiniCPM3ForCausalLM'.*latent attention .layers.*kv_a_proj"),
         ("longcat_flash", {}, "'LongcatFlashForCausalLM'.*(latent attention|moe_identity_expert)"),
         ("gemma4_text", {}, "'Gemma4ForCausalLM'.*layers of different"),
+        (
+            "gemma4_text",
+            {"global_head_dim": 256, "num_kv_shared_layers": 0},
+            "'Gemma4ForCausalLM'.*head needs more than",
+        ),
+        ("roberta", {"is_decoder": True}, "'RobertaForCausalLM'.*counted from the padding token"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "'Gemma3ForCausalLM'.*(looks ahead|neither causal)"),
     ],
 )
