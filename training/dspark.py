@@ -52,8 +52,8 @@ class BlockAttention(nn.Module):
         keys, values = (proj(rows_BKH).unflatten(-1, (-1, self.dim)) for proj in (self.k_proj, self.v_proj))
         queries = self.q_norm(self.q_proj(slots_BQH).unflatten(-1, (-1, self.dim)))
         positions_B1K = positions_BK[:, None]
-        keys = rotate(self.k_norm(keys).transpose(1, 2), positions_B1K, self.base)
-        queries = rotate(queries.transpose(1, 2), positions_B1K[..., -slots_BQH.shape[1] :], self.base)
+        keys = rotate(self.k_norm(keys).transpose(1, 2), positions_B1K, base=self.base)
+        queries = rotate(queries.transpose(1, 2), positions_B1K[..., -slots_BQH.shape[1] :], base=self.base)
         keys, values = (x.repeat_interleave(queries.shape[1] // x.shape[1], 1) for x in (keys, values.transpose(1, 2)))
         mixed = F.scaled_dot_product_attention(queries, keys, values.to(keys.dtype), sees_BQK[:, None])
         return self.o_proj(mixed.transpose(1, 2).flatten(2))

@@ -60,14 +60,14 @@ class MLP(nn.Module):
         return gated
 
 
-def rotate(x: Tensor, positions: Tensor, frequencies: Tensor | None = None) -> Tensor:
+def rotate(x: Tensor, positions: Tensor, frequencies: Tensor | None = None, *, base: float = 10000.0) -> Tensor:
     """Apply rotary embeddings in rotate-half style. x: [B, heads, T, head_dim], positions: [T] or [B, 1, T].
 
-    frequencies: [head_dim / 2]; None = Llama's, of the base 10000.
+    frequencies: [head_dim / 2]; None = Llama's, of `base`.
     """
     half = x.shape[-1] // 2
     if frequencies is None:
-        frequencies = 10000.0 ** (-torch.arange(half, device=x.device) / half)
+        frequencies = base ** (-torch.arange(half, device=x.device) / half)
     angles = torch.cat([positions[..., None] * frequencies] * 2, -1)
     return x * angles.cos() + torch.cat([-x[..., half:], x[..., :half]], -1) * angles.sin()
 

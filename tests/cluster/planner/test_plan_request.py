@@ -115,7 +115,7 @@ def test_without_a_size_the_best_of_all_is_chosen() -> None:
 
 
 def test_memory_bounds_the_batch() -> None:
-    tiny = HARDWARE["l4"].model_copy(update={"memory_gb": 0.86, "name": "tiny"})
+    tiny = HARDWARE["l4"].model_copy(update={"memory_gb": 0.9, "name": "tiny"})
     found = answer(PlanRequest(hardware=tiny, batches=(1, 64), context=512))
     assert found["max_batch"] < 64 and found["max_batch_reason"].startswith("memory: ")
     assert [line["off"]["batch"] for line in found["batches"]] == [1, found["max_batch"]]
@@ -124,7 +124,7 @@ def test_memory_bounds_the_batch() -> None:
 
 def test_plan_refuses_with_the_engine_s_words_what_the_engine_refuses() -> None:
     """Requests of `--context` would fit, but one of max_model_len does not."""
-    small = HARDWARE["l4"].model_copy(update={"memory_gb": 0.84, "name": "small"})
+    small = HARDWARE["l4"].model_copy(update={"memory_gb": 0.87, "name": "small"})
     assert answer(PlanRequest(hardware=small, context=256), max_model_len=256)["max_batch"] >= 1
     with pytest.raises(ConfigError, match=r"small: the KV cache has room for .* max_model_len 2048 needs"):
         answer(PlanRequest(hardware=small, context=256))
