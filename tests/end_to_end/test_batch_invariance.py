@@ -23,9 +23,9 @@ def test_texts_do_not_depend_on_drafts_or_on_other_requests(config: EngineConfig
 
     def jobs(speculation: Speculation) -> list[GenerationJob]:
         return [
-            GenerationJob(prompt=prompt, max_tokens=48, sampling=sampling, speculation=speculation)
+            GenerationJob(prompt=prompt, max_tokens=32, sampling=sampling, speculation=speculation)
             for sampling in samplings
-            for prompt in prompts(6)
+            for prompt in prompts(4)
         ]
 
     with Runner(config) as runner:
