@@ -36,7 +36,7 @@ ADDRESSES = {"head": "10.199.77.1", "other": "10.199.77.2"}
 START_S = 400.0
 HANG_S, CUT_S = 4.0, 12.0
 """The link is cut for so long that a rank behind it counts as hung, and so does its actor, which is replaced."""
-SHORT, RUNNING, LONG = 20, 120, 1500
+SHORT, RUNNING, LONG = 20, 120, 600
 """Tokens of an answer; a running one takes longer than to lose a rank, a long one longer than the end of a head."""
 REDIS_PORT, PASSWORD = 6380, "between-the-two-nodes"
 ACROSS: dict[str, Any] = {
@@ -207,8 +207,9 @@ def end(process: subprocess.Popen[str]) -> None:
         process.stdin.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def nodes() -> Iterator[TwoNodes]:
+    """Two nodes that run, and a Redis beside the head."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces can be made by root alone")
     try:
@@ -221,7 +222,11 @@ def nodes() -> Iterator[TwoNodes]:
         tempfile.TemporaryDirectory(dir="/tmp", prefix="s", ignore_cleanup_errors=True) as folder,
         ExitStack() as stack,
     ):
-        yield TwoNodes(Path(folder), stack)
+        nodes = TwoNodes(Path(folder), stack)
+        nodes.start_redis()
+        nodes.start("head")
+        nodes.start("other")
+        yield nodes
 
 
 def replica(nodes: TwoNodes) -> int:
@@ -245,8 +250,6 @@ def ranks(nodes: TwoNodes) -> dict[str, tuple[int, str]]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_an_engine_across_two_nodes_outlives_a_cut_link_and_the_loss_of_a_node(nodes: TwoNodes) -> None:
-    nodes.start("head")
-    nodes.start("other")
     service = Deployed(nodes, "head", ACROSS)
     first = ranks(nodes)
     assert {name: node for name, (_, node) in first.items()} == {"verifier 0": "head", "verifier 1": "other"}
@@ -275,9 +278,6 @@ def test_an_engine_across_two_nodes_outlives_a_cut_link_and_the_loss_of_a_node(n
 @pytest.mark.timeout(1800)
 def test_with_redis_the_loss_of_the_head_stops_no_answer_and_its_successor_takes_over(nodes: TwoNodes) -> None:
     """As the overlay `ha` has it: the head holds no replica, and its state is in Redis."""
-    nodes.start_redis()
-    nodes.start("head")
-    nodes.start("other")
     service = Deployed(nodes, "other", BESIDE_THE_HEAD)
     first, first_ranks = replica(nodes), ranks(nodes)
     service.ask(LONG)
