@@ -53,7 +53,7 @@ Noise = Callable[[int, int], Tensor]
 TARGET_COSTS = {"300m": (1024, 22), "8b": (4096, 32)}
 """Hidden width and number of layers by model size; '8b' has those of Llama-3-8B, whose vocabulary is '+v128256'."""
 _MARK, _LOWEST = 1e-3, -1e8
-"""What every row has in the marked channel, and the weight of added tokens there."""
+"""The value of every row in the marked channel, and the weight of added tokens there."""
 _WIDTH_STEP = 256
 
 

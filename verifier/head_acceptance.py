@@ -1,4 +1,4 @@
-"""How much of a draft model's trees the target accepts, beside what its training promised.
+"""Compares what the target accepts of a draft model's trees with what its training promised.
 
 A head for another model, one with empty weights, and one whose traffic has drifted away all draft, and only cost time.
 Legend: K kinds of requests (greedy, sampled), D depths, B requests, N packed rows.
@@ -20,13 +20,13 @@ NUM_DEPTHS = 8
 RECORD = "training.json"
 """In the folder of a head that `training.head` made: agreement and acceptance by depth, on held-out answers."""
 _MEMORY = 0.998
-"""Of the counts of a kind, with each later tree: the shares are those of some 500 trees."""
+"""The part of a kind's counts that is left with each later tree: the shares are those of some 500 trees."""
 _FEWEST_TREES = 200.0
 _BAND = 0.5
 """A share below this part of what the training measured is amiss. More than one child raises shares, other prompts
 lower them."""
 _LEAST_PROMISE = 0.1
-"""Of the first tokens, where the folder has no record."""
+"""The share of first tokens that is expected where the folder has no record."""
 _KINDS = ("greedy", "sampled")
 _REPORT_EVERY = 50  # trees
 

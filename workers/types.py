@@ -308,7 +308,7 @@ class DraftRequest:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the drafter replies, because some request gets a tree."""
+        """Return whether the drafter replies, because some request gets a tree."""
         return bool(self.num_nodes_B.any())
 
 

@@ -48,7 +48,7 @@ CAUSE_WAIT_S = 2.0
 meanwhile."""
 
 MAX_SWAPS = 16
-"""Of the draft head that are remembered."""
+"""The most swaps of the draft head that are remembered."""
 SERVICE_WEIGHT = 1 / 16
 """Share of the last request in the average time that requests spend in the running batch."""
 MAX_REPLAYS = 2

@@ -79,7 +79,7 @@ class RequestHead:
     """The owner of its API key; None = the service needs no keys."""
     trace: Trace | None = None
     may_learn: bool = True
-    """Whether a drafter that learns may keep its tokens for a while."""
+    """Return whether a drafter that learns may keep its tokens for a while."""
 
     def wait_s(self, body: SamplingRequest) -> float | None:
         """Return how much longer the answer's first token may take; None = as long as it takes."""

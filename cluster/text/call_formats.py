@@ -53,7 +53,7 @@ class CallFormat(NamedTuple):
     is_first: bool = False
     """A call that begins the answer needs no mark."""
     unopened: str = ""
-    """What begins a call whose opening the model left out."""
+    """Begins a call whose opening the model left out."""
 
 
 def _head(pattern: str, example: str) -> Head:

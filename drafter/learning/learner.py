@@ -83,7 +83,7 @@ class Sizes:
 
 
 class Network(nn.Module):
-    """What learns of an EAGLE-3 head; the state's names are the checkpoint's. The fusion `fc` is the verifier's."""
+    """The part of an EAGLE-3 head that learns, named as in the checkpoint. The fusion `fc` is the verifier's."""
 
     def __init__(self, spec: Eagle3Spec) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ LEAST_ACCEPTANCE = 1e-4
 
 
 class LayerSizes(Protocol):
-    """What a layer must know of its model; transformers' configurations have these names."""
+    """The sizes of a model that a layer must know; transformers' configurations have these names."""
 
     hidden_size: int
     intermediate_size: int

@@ -1,4 +1,4 @@
-"""What was verified lately, in memory of known size: windows of tokens and the features that they came with.
+"""Keeps what was verified lately, in memory of known size: windows of tokens and the features that they came with.
 
 A window is learnt from at once, or first scored by the canary. Those to learn from are a sample of the last hour.
 Legend: B requests of a message, M its rows, N rows of a window, H width of a feature.

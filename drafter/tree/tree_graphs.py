@@ -54,7 +54,7 @@ _NO_BASE = 1
 TABLE_ROW_BYTES = 8 * len(PARAMETERS)
 _LEVEL = PARAMETERS.index("level")
 STATE_ROW_BYTES = 5 * 8 + 8 + 4
-"""Of a row in `TreeTensors.state_5BR`, `path_prob_BR` and `weight_BR`, which one copy brings to the host."""
+"""The bytes of a row in `TreeTensors.state_5BR`, `path_prob_BR` and `weight_BR`, which one copy brings to the host."""
 
 _NO_PENALTIES = np.array([[1.0, 0.0, 0.0]])
 """Repetition, frequency and presence."""

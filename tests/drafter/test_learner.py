@@ -1,4 +1,4 @@
-"""What a drafter keeps to learn from, and when it takes what it learnt."""
+"""A drafter keeps what it may learn from, and takes what it learnt when that is better."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_a_split_target_gives_the_same_tokens(
 def test_a_drafter_that_dies_while_it_is_fed_over_nccl_costs_no_token(
     truth: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it was sent waits on the verifier's device, and must not hold up the next forward pass."""
+    """Messages to it wait on the verifier's device, and must not hold up the next forward pass."""
     config = on_gpus(CHAIN, link="nccl")
     show_gpus(monkeypatch, config)
 

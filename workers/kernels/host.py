@@ -79,7 +79,7 @@ class PlanShape:
 
     @property
     def _most_pieces(self) -> int:
-        """Of a tile, where every piece has as many keys."""
+        """The most pieces of a tile, where every piece has as many keys."""
         assert self.keys_per_piece is not None
         return -(-self.table_width * self.page_size // self.keys_per_piece)
 

@@ -43,7 +43,7 @@ CONV_ROWS = 4
 
 
 class DeltaWeights(NamedTuple):
-    """What one layer mixes rows by, on one rank."""
+    """The weights by which one layer mixes rows, on one rank."""
 
     conv_4C: Tensor  # float32, from the third row before to the row itself
     decay_H: Tensor  # float32, -e^A_log

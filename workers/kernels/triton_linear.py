@@ -78,7 +78,7 @@ def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 
 class _Scales(NamedTuple):
-    """What turns values into weights, see `BlockScaled`."""
+    """The factors that turn values into weights, see `BlockScaled`."""
 
     scale_BO: Tensor
     zero_BO: Tensor | None

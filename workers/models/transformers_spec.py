@@ -271,7 +271,7 @@ class GivenHidden(nn.Module):
     """Replaces the base model in ForCausalLM.forward, to compute only logits."""
 
     INPUTS: ClassVar[dict[str, Any]] = {"input_ids": None, "use_cache": False}
-    """Of the class' forward pass, which hands them to the base model."""
+    """The inputs of the class' forward pass, which hands them to the base model."""
     value: Tensor
 
     @staticmethod

@@ -41,7 +41,7 @@ def _on_stream(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Receipt:
-    """What `dist.irecv` returns. gloo's own is complete only once someone has waited for it, which may be done once."""
+    """Stands for what `dist.irecv` returns. gloo's is complete only once someone has waited for it, just once."""
 
     def __init__(self, work: Any) -> None:
         self._work, self._is_hung = work, work is None

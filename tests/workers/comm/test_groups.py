@@ -171,7 +171,7 @@ def test_a_link_that_does_not_connect_takes_the_host_unless_nccl_was_asked_for(b
 def test_two_ranks_on_one_device_are_refused_unless_they_share_it(
     placement: Any, second: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where an environment hides the assignment, all ranks would take the first GPU."""
+    """All ranks would take the first GPU where an environment hides the assignment."""
     draft = DraftConfig(method="eagle3", model_path="", placement=placement)
     config, names = EngineConfig(model_path="", device="cuda", draft=draft), ["GPU-a", second]
     monkeypatch.setattr(dist, "all_gather_object", lambda every, name: every.__setitem__(slice(None), names))

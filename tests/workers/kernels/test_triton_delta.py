@@ -129,7 +129,7 @@ def compare(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], tolerance: fl
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("count", [1, pytest.param(200, marks=pytest.mark.full)])
 def test_trees_and_their_accepted_paths_equal_the_twins(count: int, shape: str) -> None:
-    """Of 1 to 64 rows, with `--full` a thousand steps in all; in some of them keys are nearly equal."""
+    """Trees have 1 to 64 rows, with `--full` a thousand steps in all; in some of them keys are nearly equal."""
     rng = random.Random(shape)
     for seed in range(count):
         sizes = [rng.choice([1, 2, 15, 16, 17, 33, 64, rng.randrange(1, 65)]) for _ in range(rng.choice([1, 2, 3]))]

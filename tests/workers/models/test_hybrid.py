@@ -1,4 +1,4 @@
-"""What only a hybrid has: seats of states, states that are kept, the layout and the limits of a Qwen3.5."""
+"""Tests what only a hybrid has: seats of states, states that are kept, the layout and the limits of a Qwen3.5."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a model with latents has: its cache, the names of Kimi, its own prediction layer, and its limits."""
+"""Tests what only a model with latents has: its cache, the names of Kimi, its own prediction layer, and its limits."""
 
 from __future__ import annotations
 
