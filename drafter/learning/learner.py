@@ -24,17 +24,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from drafter.learning.network import Drafted, MidLayer, RMSNorm, acceptance_loss
+from drafter.learning.network import Drafted, LayerSizes, MidLayer, RMSNorm, acceptance_loss
 from drafter.learning.reservoir import Reservoir, Window
 from workers.models.specs import Eagle3Spec, ModelSpec
 from workers.types import DraftRequest
@@ -58,28 +58,16 @@ WEIGHTS, CONFIG, RECORD = "model.safetensors", "config.json", "training.json"
 OTHER_TENSORS = {"fc.weight", "d2t", "t2d", "embed_tokens.weight"}
 
 
-@dataclass(slots=True, kw_only=True)
-class Sizes:
-    """See `LayerSizes`."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-
-    @staticmethod
-    def of(layers: ModelSpec) -> Sizes:
-        """Return the sizes of a head's layer."""
-        return Sizes(
-            hidden_size=layers.hidden_size,
-            intermediate_size=layers.intermediate_size,
-            num_attention_heads=layers.num_heads,
-            num_key_value_heads=layers.num_kv_heads,
-            head_dim=layers.head_dim,
-            rms_norm_eps=layers.rms_norm_eps,
-        )
+def _sizes(layers: ModelSpec) -> LayerSizes:
+    sizes = SimpleNamespace(
+        hidden_size=layers.hidden_size,
+        intermediate_size=layers.intermediate_size,
+        num_attention_heads=layers.num_heads,
+        num_key_value_heads=layers.num_kv_heads,
+        head_dim=layers.head_dim,
+        rms_norm_eps=layers.rms_norm_eps,
+    )
+    return cast(LayerSizes, sizes)
 
 
 class Network(nn.Module):
@@ -88,7 +76,7 @@ class Network(nn.Module):
     def __init__(self, spec: Eagle3Spec) -> None:
         super().__init__()
         layers = spec.layers
-        self.midlayer = MidLayer(Sizes.of(layers), torch.tensor(layers.rope.inv_freq))
+        self.midlayer = MidLayer(_sizes(layers), torch.tensor(layers.rope.inv_freq))
         self.norm = RMSNorm(layers.hidden_size, layers.rms_norm_eps)
         self.lm_head = nn.Linear(layers.hidden_size, spec.draft_vocab_size, bias=False)
 

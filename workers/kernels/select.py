@@ -232,7 +232,7 @@ class Kernels(Protocol):
 
 TORCH: Kernels = reference
 INVARIANT = cast(Kernels, SimpleNamespace(**vars(reference) | {"plan": plan_by_paths, "IS_BATCH_INVARIANT": True}))
-"""For bfloat16, on CPUs that multiply it."""
+"""The batch-invariant set for bfloat16 on CPUs that multiply it; on CUDA it is `fused.invariant`."""
 
 
 def multiplies_bfloat16() -> bool:

@@ -150,7 +150,7 @@ class QuantizedWeight:
     zero: PerBlock | None = None
     """None: `offset` for all."""
     offset: int = 0
-    """Of every zero point."""
+    """This is added to every zero point."""
     global_scale: Any = None
     """A stored factor of all scales."""
     is_divisor: bool = False
