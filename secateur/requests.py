@@ -42,7 +42,7 @@ REQUEST_HEADERS = {
     "stream goes on behind that event.",
     "Idempotency-Key": "Requests with the same key and body have the same seed. It has no effect beside a `seed`, or "
     "if the service has one.",
-    "X-Secateur-Learn": "`off`: as `store: false`, nothing of this request is kept to learn from.",
+    "X-Secateur-Learn": "`off`: as `store: false`, nothing of this request is kept to learn from; `on` is the default.",
 }
 """Headers of completions and chats, and what they do."""
 

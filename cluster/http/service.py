@@ -79,7 +79,7 @@ class RequestHead:
     """The owner of its API key; None = the service needs no keys."""
     trace: Trace | None = None
     may_learn: bool = True
-    """Return whether a drafter that learns may keep its tokens for a while."""
+    """True: a drafter that learns may keep its tokens for a while."""
 
     def wait_s(self, body: SamplingRequest) -> float | None:
         """Return how much longer the answer's first token may take; None = as long as it takes."""
@@ -292,7 +292,7 @@ class Service:
         return body.model_copy(update=update)
 
     async def head_of(self, request: Request, body: SamplingRequest, *, arrival: float, kind: str = "") -> RequestHead:
-        """Read the headers of an accepted request. Raises BadRequest for a wrong event id.
+        """Read the headers of an accepted request. Raises BadRequest for a wrong event id, or a wrong choice to learn.
 
         kind: its endpoint, if a stream of that may go on later.
         """
@@ -301,6 +301,8 @@ class Service:
             digest = digest_of(kind, self.model_id, self.sampling_defaults, await request.body())
         if kind and (header := request.headers.get(LAST_EVENT_ID_HEADER)) is not None:
             resumed = read_event_id(header, body, num_prompts=num_prompts(body), digest=digest)
+        if (learn := request.headers.get(LEARN_HEADER, "on").lower()) not in ("on", "off"):
+            raise BadRequest(f"header X-Secateur-Learn: {learn[:32]!r} is neither on nor off; write one", param=None)
         return RequestHead(
             request_id=body.request_id or (resumed.origin.request_id if resumed else request.state.request_id),
             arrival=arrival,
@@ -309,7 +311,7 @@ class Service:
             resumed=resumed,
             caller=getattr(request.state, "caller", None),
             trace=self.tracing.of(request.headers),
-            may_learn=request.headers.get(LEARN_HEADER, "on").lower() != "off",
+            may_learn=learn == "on",
         )
 
     async def tokenize(self, body: SamplingRequest) -> list[list[int]]:

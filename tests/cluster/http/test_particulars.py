@@ -388,5 +388,8 @@ def test_a_header_keeps_a_request_from_being_learnt_from(service: FakeService) -
         ):
             assert http.post("/v1/completions", json=body, headers=headers).status_code == 200
             assert service.engine.submitted[-1].may_learn is may_learn
+        for wrong in ("false", "0", ""):
+            refused = http.post("/v1/completions", json=body, headers={"X-Secateur-Learn": wrong})
+            assert refused.status_code == 400 and "neither on nor off" in refused.json()["error"]["message"]
         assert http.post("/v1/responses", json={"input": "a", "store": False}).status_code == 200
         assert not service.engine.submitted[-1].may_learn
