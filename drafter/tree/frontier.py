@@ -233,8 +233,8 @@ class DraftVocabulary:
     @cached_property
     def columns(self) -> Columns:
         """The logit column of each target token."""
-        if self.target_ids is None:
-            return Columns(0, self.target_size)
+        if self.target_ids is None or self.target_ids.is_meta:  # only the sizes are asked for
+            return Columns(0, self.size)
         column_of_V = torch.full((self.target_size,), -1, dtype=torch.int64)
         column_of_V[self.target_ids.cpu()] = torch.arange(len(self.target_ids))
         return Columns(0, len(self.target_ids), column_of_V)

@@ -22,6 +22,7 @@ HEADS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "peagle": ("mask_hidden", lambda path: checkpoints.write_eagle3(path, style="speculators", parallel=MASKED)),
     "eagle": ("fc.bias", lambda path: checkpoints.write_eagle(path)),
     "dspark": ("markov_head.markov_w1.weight", lambda path: checkpoints.write_block(path)),
+    "dspark of a reduced vocabulary": ("d2t", lambda path: checkpoints.write_block(path, draft_vocab_size=40)),
 }
 """A tensor that each needs, and what writes it."""
 
