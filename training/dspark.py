@@ -26,9 +26,9 @@ from training.batches import Batch, feature_layers, send
 from training.draft_head import TrainableHead, copy_layer
 
 BLOCK_SIZE = 7
-MARKOV_RANK = 16
+MARKOV_RANK = 32
 """Of the bias that a token puts on the logits behind it."""
-NUM_ANCHORS = 64
+NUM_ANCHORS = 96
 """At most so many of each row, drawn again each time."""
 MASK_TOKEN_ID = 3
 """A token that no answer contains: padding of the bundled target, a marker of repositories for SmolLM2."""

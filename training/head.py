@@ -4,11 +4,11 @@
 
 Two stages; each continues where an earlier call stopped, as if it had not stopped:
   answers    the target answers questions in this engine, see `training.answers`
-  train      the head learns which tokens are accepted, until it has seen `--tokens` of them, or for `--minutes`
+  train      the head learns which tokens are accepted, until it has seen `--tokens` of answers, or for `--minutes`
 
-The learning rate falls over the tokens, not the time, so that a training may be cut into pieces. The head is written to
-`--out` after every eighth of them, so that it can be used at any moment. Without the state of an earlier call in
-`--data`, training starts from the head in `--out`, if there is one.
+The learning rate falls over the tokens, so that a training may be cut into pieces; without `--tokens`, over the minutes
+of this call. The head is written to `--out` after every eighth, so that it can be used at any moment. Without the state
+of an earlier call in `--data`, training starts from the head in `--out`, if there is one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--engines", type=int, default=1, help="that answer at a time [%(default)s]")
     parser.add_argument("--concurrency", type=int, default=48, help="answers at a time in each [%(default)s]")
     parser.add_argument("--dtype", default="bfloat16", help="of the target while it answers [%(default)s]")
-    parser.add_argument("--tokens", type=float, default=1e6, help="of answers to learn from in all [%(default).0f]")
+    parser.add_argument("--tokens", type=float, help="of answers to learn from in all [as many as --minutes allow]")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="of training in this call")
     parser.add_argument("--batch-rows", type=int, default=8, help="conversations of a training step [%(default)s]")
     parser.add_argument("--draft-vocab", type=int, default=4864, help="of a new head, in tokens [%(default)s]")
@@ -80,6 +80,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.stage != "answers" and options.out is None:
         parser.error("--out is missing: write the folder of the head")
+    if options.stage != "answers" and options.tokens is None and options.minutes == float("inf"):
+        parser.error("when to stop is missing: write --tokens, --minutes or both")
     return options
 
 
@@ -144,12 +146,15 @@ class Training:
         self._read: Callable[[list[int]], Batch] = (
             read if options.device == "cuda" else KeptReadings(self.target, self.rows, self.head.draft_ids)
         )
+        self.budget = TimeBudget.from_now(60 * options.minutes)
         self.optimisers = Optimisers(self.head, self.fraction, "head", options.muon_lr)
         if state:
             self.optimisers.load_state_dict(state["optimisers"])
 
     def fraction(self) -> float:
         """Return how much of the training is done."""
+        if self.options.tokens is None:
+            return self.budget.fraction()
         return float(self.optimisers.num_tokens / self.options.tokens)
 
     def loss_of(self, own: list[int], num_depths: int) -> tuple[Tensor, Tensor]:
@@ -162,12 +167,11 @@ class Training:
 
     def run(self) -> None:
         """Train until all is done, or for `--minutes`."""
-        budget = TimeBudget.from_now(60 * self.options.minutes)
         source = itertools.islice(self._batches(), self.optimisers.num_steps, None)
         while True:
             if self.fraction() >= self.num_saves / NUM_SAVES:
                 self._write_head()
-            if self.fraction() >= 1 or budget.fraction() >= 1:
+            if self.fraction() >= 1 or self.budget.fraction() >= 1:
                 return self._write_state()
             own = next(source)
             loss, _ = self.loss_of(own, self.head.first_depths if self.fraction() < 0.5 else self.head.num_depths)

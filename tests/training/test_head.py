@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,7 +189,7 @@ def test_anchors_are_tokens_of_answers_that_are_followed_by_another() -> None:
     is_answer[0, 9:190], is_answer[1, 20:24], is_answer[2, 3:4] = True, True, True
     anchors, is_drawn = sample_anchors(is_answer, torch.manual_seed(0))
     drawn = [set(own[is_own].tolist()) for own, is_own in zip(anchors, is_drawn, strict=True)]
-    assert len(drawn[0]) == 64 and drawn[0] <= set(range(10, 190))
+    assert len(drawn[0]) == 96 and drawn[0] <= set(range(10, 190))
     assert drawn[1:] == [{21, 22, 23}, set()]
     assert set(sample_anchors(is_answer, torch.manual_seed(1))[0][0].tolist()) != drawn[0]
 
@@ -231,3 +233,22 @@ def test_a_training_in_pieces_equals_one_without_a_stop(
     log = json.loads((whole / "out" / "training.json").read_text())["log"]
     assert len(log) == 9 and log[-1]["tokens"] >= 1500
     assert sum(log[-1]["acceptance"]) > 1.1 * sum(log[0]["acceptance"])
+
+
+def test_without_a_number_of_tokens_the_schedule_follows_the_minutes(
+    tmp_path: Path, target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [{"id": number, "prompt": [5, 6, 7 + number % 12], "answer": list(range(8, 20))} for number in range(24)]
+    (tmp_path / "answers-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    passed = itertools.count()
+    budget = SimpleNamespace(fraction=lambda: next(passed) / 60)
+    monkeypatch.setattr(head.TimeBudget, "from_now", lambda _: budget)
+    words = ["--method", "dspark", "--minutes", "1", "--batch-rows", "4", "--draft-vocab", "12"]
+    training = head.Training(
+        head.parse_arguments([*words, "--data", str(tmp_path), "--out", str(tmp_path / "out")]), target
+    )
+    training.run()
+    lr = training.optimisers.optimisers[0].param_groups[0]["lr"]
+    assert 0 < lr < 0.1 * head.MUON_LR and next(passed) < 64
+    log = json.loads((tmp_path / "out" / "training.json").read_text())["log"]
+    assert len(log) == 9 and log[-1]["tokens"] == training.optimisers.num_tokens
