@@ -33,6 +33,7 @@ from drafter.drafter import Drafter as DraftModel
 from drafter.drafter import warm_up_requests
 from drafter.methods import load_proposer
 from drafter.tree.policy import make_tree_policy
+from tests.support.engine_here import Alone
 from tests.support.simulated_cuda import simulated_cuda
 from verifier import worker as verifier_worker
 from verifier.adaptive.cost_model import UNPROFILED
@@ -40,7 +41,6 @@ from verifier.engine import Engine
 from verifier.target import Target
 from verifier.warm_up import warm_up
 from workers.comm.channel import Channel, DevicePart, Received, Transport
-from workers.comm.groups import World
 from workers.comm.ipc import FrameDecoder, FrameSocket, Speculation, StepOutput, Submit, TokenLogprobs, encode
 from workers.comm.wire import Message
 from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
@@ -48,7 +48,6 @@ from workers.cuda_graphs import Graphs, Recorder
 from workers.kernels.select import kernels_for
 from workers.models.decoder import Decoder
 from workers.models.draft_methods import method_of, read_specs
-from workers.models.layers import TensorParallel
 from workers.settings import Constraints, SamplingSettings
 from workers.types import DraftRequest
 
@@ -144,16 +143,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-class Alone(World):
-    """A rank that sizes its pools without peers."""
-
-    def gather_number(self, value: int) -> list[int]:
-        return [value] * self.config.world_size
-
-    def agree_on_minimum(self, value: int) -> int:
-        return value
-
-
 def stream() -> Transport:
     """A stream of bytes within this thread."""
     sent: deque[torch.Tensor] = deque()
@@ -216,18 +205,7 @@ def run(config: EngineConfig, jobs: list[Submit]) -> Run:
     """Run all jobs at once on the models that worker processes would load for this config."""
     with simulated_cuda() if config.device == "cuda" else nullcontext() as cuda:
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-        verifier, drafter = (
-            Alone(
-                config=config,
-                rank=rank,
-                role=config.role_of(rank),
-                device=device,
-                tp=TensorParallel(rank=0, size=1),
-                peers=None,
-                link=None,
-            )
-            for rank in range(2)
-        )
+        verifier, drafter = (Alone.of(config, rank, device) for rank in range(2))
         specs = read_specs(config)
         target, num_pages = verifier_worker.load(verifier, specs)
         assert config.draft is not None

@@ -19,8 +19,8 @@ from drafter import methods
 from drafter.drafter import Drafter, warm_up_requests
 from drafter.tree.policy import make_tree_policy
 from drafter.workspace import draft_workspace, widest_level
-from tests.end_to_end.test_simulated_cuda import Alone
 from tests.support import checkpoints
+from tests.support.engine_here import Alone
 from tests.support.engines import CHAIN, DYNAMIC, STATIC
 from tests.support.simulated_cuda import SimulatedCuda, simulated_cuda
 from verifier import worker as verifier_worker
@@ -29,7 +29,6 @@ from verifier.workspace import target_workspace
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.kernels.select import kernels_for
 from workers.models.draft_methods import read_specs
-from workers.models.layers import TensorParallel
 from workers.models.specs import Specs
 from workers.settings import SamplingSettings
 from workers.types import DraftRequest, SamplingBatch, ScoredRows
@@ -69,8 +68,7 @@ def config_of(models: Path, method: Any, tree: TreeConfig = TREE, **options: Any
 
 
 def world_of(config: EngineConfig, rank: int) -> Alone:
-    device, tp = torch.device("cuda", 0), TensorParallel(rank=0, size=1)
-    return Alone(config=config, rank=rank, role=config.role_of(rank), device=device, tp=tp, peers=None, link=None)
+    return Alone.of(config, rank, torch.device("cuda", 0))
 
 
 class Measured:

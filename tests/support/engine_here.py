@@ -25,6 +25,7 @@ from verifier.adaptive.profile import profile
 from verifier.engine import Engine
 from verifier.hidden_states import HiddenStatePool, max_buffered_states
 from verifier.target import Target
+from workers.comm.groups import World
 from workers.comm.ipc import FrameDecoder, FrameSocket, HeadSwapped, StepOutput, Submit, TokenChunk, encode
 from workers.config import EngineConfig
 from workers.kv_cache import kv_dtype
@@ -32,6 +33,7 @@ from workers.models.base import BaseDecoder
 from workers.models.draft_methods import method_of
 from workers.models.eagle3_format import read_eagle3_spec
 from workers.models.fusion import load_fusion
+from workers.models.layers import TensorParallel
 from workers.models.load import load_decoder
 from workers.models.readers import read_spec
 from workers.sampling.grammar import Grammars, TokenTable
@@ -86,6 +88,21 @@ class EngineHere:
                 assert isinstance(frame, StepOutput)
                 chunks += frame.chunks
         return chunks
+
+
+class Alone(World):
+    """A rank that sizes its pools without peers."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, rank: int, device: torch.device) -> Alone:
+        tp = TensorParallel(rank=0, size=1)
+        return cls(config=config, rank=rank, role=config.role_of(rank), device=device, tp=tp, peers=None, link=None)
+
+    def gather_number(self, value: int) -> list[int]:
+        return [value] * self.config.world_size
+
+    def agree_on_minimum(self, value: int) -> int:
+        return value
 
 
 @contextmanager
