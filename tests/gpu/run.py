@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 TESTS = "tests/gpu/test_gpu.py"
+MODELS = "tests/gpu/test_gpu_models.py"
 CACHE = "build/bench"
 ON_8B = ("--target-cost", "8b+v128256", "--cache", CACHE)
 _RECORD = threading.Lock()
@@ -50,11 +51,18 @@ def bench(name: str, *arguments: str) -> tuple[str, ...]:
 TOGETHER = [
     Part("smoke", "an engine under auto gives transformers' tokens", 5, tests("-x", TESTS, "-k", "greedy and auto")),
     Part("twins", "every kernel against its twin", 6,
-         tests("-n", "6", "-p", "no:benchmark", "tests/gpu/test_gpu_kernels.py", "tests/gpu/test_gpu_rejection.py")),
-    Part("graphs", "replays against eager steps", 5, tests("tests/gpu/test_gpu_graphs.py")),
-    Part("link", "the NCCL link between drafter and verifier", 5, tests(TESTS, "-k", "nccl")),
-    Part("split", "the target on two ranks", 6, tests(TESTS, "-k", "split")),
-    Part("engines", "the other tests of engines", 8, tests(TESTS, "-k", "not (nccl or split or greedy and auto)")),
+         tests("-n", "8", "-p", "no:benchmark", "tests/gpu/test_gpu_kernels.py", "tests/gpu/test_gpu_rejection.py",
+               "tests/workers/kernels/test_triton_delta.py")),
+    Part("graphs", "replays against eager steps", 5, tests("-n", "3", "tests/gpu/test_gpu_graphs.py")),
+    Part("link", "the NCCL link between drafter and verifier", 5, tests("-n", "4", TESTS, "-k", "nccl")),
+    Part("split", "the target on two ranks", 6, tests("-n", "3", TESTS, "-k", "split")),
+    Part("invariant", "texts in bfloat16, alone and in a crowd", 5, tests(TESTS, "-k", "invariant")),
+    Part("cache", "a KV cache in 8 bits", 5, tests("-n", "2", TESTS, "-k", "kv_cache")),
+    Part("families", "hybrids, latents, soft caps and quantised weights", 5,
+         tests("-n", "3", MODELS, "-k", "transformers or quantised")),
+    Part("one_pass", "heads that draft in one pass", 5, tests("-n", "3", MODELS, "-k", "speculation")),
+    Part("engines", "the other tests of engines", 8,
+         tests("-n", "5", TESTS, "-k", "not (nccl or split or invariant or kv_cache or greedy and auto)")),
     Part("weights", "the weights of a pair of 8B size, for the benchmarks", 4, ("tests.gpu.weights", CACHE)),
 ]  # fmt: skip
 ALONE = [

@@ -10,12 +10,14 @@ import torch
 
 from tests.drafter.tree.test_device_growth import *  # noqa: F403  # the tests
 from tests.support.attention_cases import CHAIN, LONG_CHAIN, RAGGED, TWO_BY_TWO, Batch, compare
+from tests.workers.kernels import test_triton_delta as delta_cases
+from tests.workers.kernels.conftest import sums_in_order  # noqa: F401  # a fixture of the tests
 from tests.workers.kernels.test_block_scaled import *  # noqa: F403  # the tests
 from tests.workers.kernels.test_block_scaled import needs_float8, rows, scaled
 from tests.workers.kernels.test_kernels import *  # noqa: F403  # the tests
 from tests.workers.kernels.test_kernels import TOLERANCE
 from tests.workers.kernels.test_pointwise import *  # noqa: F403  # the tests
-from workers.kernels import fused, reference
+from workers.kernels import fused, reference, triton_delta
 from workers.settings import SamplingSettings
 from workers.types import SamplingBatch
 
@@ -102,10 +104,17 @@ def test_whole_vocabularies_are_drawn_from_as_torch_does(rows: int, vocab: int) 
 
 
 @needs_float8
-@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (5120, 1216)], ids=str)
-def test_products_of_an_8b_model_in_8_bits(shape: tuple[int, int]) -> None:
-    """The last one is a slice whose columns end inside a block."""
-    weight = scaled(*shape, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        *((shape, "float8") for shape in ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (5120, 1216))),
+        *((shape, kind) for shape in ((6144, 4096), (4096, 12288)) for kind in ("int8", "4 bits")),
+    ],
+    ids=str,
+)
+def test_products_of_an_8b_model_in_few_bits(shape: tuple[int, int], kind: str) -> None:
+    """The last one in 8 bits is a slice whose columns end inside a block."""
+    weight = scaled(*shape, torch.bfloat16, kind=kind)
     x = rows(2048, shape[1], torch.bfloat16)
     exact = reference.block_scaled_linear(x.float(), replace(weight, dtype=torch.float32), None)
     for num_rows in (1, 4, 17, 48, 272, 2048):
@@ -117,9 +126,36 @@ def test_products_of_an_8b_model_in_8_bits(shape: tuple[int, int]) -> None:
 
 
 @needs_float8
+@pytest.mark.parametrize("kind", ["float8", "int8", "4 bits"])
 @pytest.mark.parametrize("num_rows", [1, 17, 64, 300])
-def test_the_tile_does_not_change_a_row_in_8_bits(num_rows: int) -> None:
+def test_the_tile_does_not_change_a_row_in_few_bits(num_rows: int, kind: str) -> None:
     """The columns are added in the same order in every tile, split or in turn."""
-    weight, x = scaled(4096, 4096, torch.bfloat16), rows(2048, 4096, torch.bfloat16)
+    weight, x = scaled(4096, 4096, torch.bfloat16, kind=kind), rows(2048, 4096, torch.bfloat16)
     most = fused.block_scaled_linear(x, weight, None)
     assert torch.equal(fused.block_scaled_linear(x[:num_rows], weight, None), most[:num_rows])
+
+
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336)], ids=str)
+def test_the_number_of_rows_does_not_change_a_row_of_an_8b_model(shape: tuple[int, int]) -> None:
+    weight, x = rows(*shape, torch.bfloat16), rows(300, shape[1], torch.bfloat16)
+    most = fused.invariant_linear(x, weight, None)
+    for num_rows in (1, 4, 17, 64):
+        assert torch.equal(fused.invariant_linear(x[:num_rows], weight, None), most[:num_rows])
+    exact = x.double() @ weight.double().t()
+    assert (most - exact).abs().max() < 2**-8 * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("heads", [(16, 32, 128, 128), (16, 48, 128, 128)], ids=["4B", "27B"])
+def test_delta_nets_of_published_widths(
+    heads: tuple[int, int, int, int], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees beside a long chunk, and the paths that are accepted."""
+    monkeypatch.setitem(delta_cases.HEADS, "published", heads)
+    rng, seats = random.Random(1), [1, 2, 3, 4]
+    trees = [delta_cases.random_tree(rng, "random", size) for size in (64, 17, 1)]
+    net, own = delta_cases.Net(1, "published", dtype=dtype), delta_cases.step(trees, [500], seats)
+    given, before = net.rows(582), net.states(82)
+    folds = delta_cases.fold_of(rng, trees, seats)
+    found, wanted = (delta_cases.run(kernels, net, own, given, before, folds) for kernels in (triton_delta, reference))
+    delta_cases.compare(found, wanted, tolerance=1e-4)

@@ -17,6 +17,7 @@ from tests.gpu.test_gpu import prompt_logits
 from tests.support import checkpoints, quantized
 from tests.support.engines import BUNDLED, GenerationJob, Runner
 from tests.support.model_runs import Oracle
+from workers.comm.ipc import Speculation
 from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.kernels.select import kernels_for
 
@@ -66,7 +67,9 @@ def test_tokens_are_those_that_transformers_finds_most_likely(tmp_path: Path, wr
         )
     )
     jobs = [
-        GenerationJob(prompt=[rng.randrange(VOCAB) for _ in range(length)], max_tokens=18)
+        GenerationJob(
+            prompt=[rng.randrange(VOCAB) for _ in range(length)], max_tokens=18, speculation=Speculation(auto=False)
+        )
         for length in (1, 40, 130, 2, 65, 17)
     ]
     with Runner(config if is_drafted else replace(config, draft=None)) as runner:
