@@ -80,7 +80,7 @@ def test_tokens_are_those_that_transformers_finds_most_likely(tmp_path: Path, wr
         best = logits.topk(2).values
         is_clear = best[:, 0] - best[:, 1] > 1e-2
         assert is_clear.sum() > 12 and torch.equal(logits.argmax(-1)[is_clear], torch.tensor(answer.tokens)[is_clear])
-    assert (sum(answer.stats.num_accepted_tokens for answer in answers) > 20) is is_drafted
+    assert (sum(answer.stats.num_accepted_tokens for answer in answers) > 5) is is_drafted
 
 
 @pytest.mark.parametrize(
