@@ -24,7 +24,7 @@ from cluster.engine.local_engine import LocalEngine
 from cluster.engine.process_host import ProcessHost
 from cluster.engine.rank_placement import num_bundles
 from tests.end_to_end.test_batch_invariance import (
-    test_texts_do_not_depend_on_drafts_or_on_other_requests as check_invariance,
+    test_texts_do_not_depend_on_drafts_or_on_other_requests as assert_independent_texts,
 )
 from tests.support import checkpoints
 from tests.support.engines import (
@@ -114,7 +114,7 @@ def test_a_kv_cache_in_8_bits_gives_the_same_tokens_with_and_without_drafts(opti
 
 
 def test_batch_invariant_texts_in_bfloat16_do_not_depend_on_drafts_or_on_other_requests() -> None:
-    check_invariance(replace(on_cuda(DYNAMIC, batch_invariant=True), dtype="bfloat16"))
+    assert_independent_texts(replace(on_cuda(DYNAMIC, batch_invariant=True), dtype="bfloat16"))
 
 
 def show_gpus(monkeypatch: pytest.MonkeyPatch, config: EngineConfig) -> None:
