@@ -56,6 +56,10 @@ class SpeedPlan(BenchmarkPlan):
     """Tokens per answer; end-of-sequence tokens are ignored."""
     rounds: PositiveInt = 6
     """In each round, every contestant runs the next prompts once; the report gives medians."""
+    prompt_tokens: tuple[PositiveInt, ...] = ()
+    """Also time the first token behind random prompts of so many tokens [none]."""
+    shared: bool = False
+    """Let the last contestant's engine answer without speculation, too, instead of one that has no drafter."""
     seed: Annotated[int, Field(ge=0)] = 0
     peers: str = Field(default_factory=lambda: os.environ.get("SECATEUR_PEERS", ".peers"))
     """`make peers` puts the other projects here; the default is $SECATEUR_PEERS."""

@@ -55,6 +55,8 @@ TARGET_COSTS = {"300m": (1024, 22), "8b": (4096, 32)}
 _MARK, _LOWEST = 1e-3, -1e8
 """The value of every row in the marked channel, and the weight of added tokens there."""
 _WIDTH_STEP = 256
+_POSITIONS = 16_384
+"""Of a pair with a wide vocabulary, more than the base was trained for: behind those its answers mean little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,7 @@ def write_target(base: Path, folder: Path, size: TargetSize, dtype: torch.dtype)
             "tie_word_embeddings": False,
             "dtype": str(dtype).removeprefix("torch."),
         }
-        | ({"vocab_size": size.vocab_size} if size.vocab_size else {})
+        | ({"vocab_size": size.vocab_size, "max_position_embeddings": _POSITIONS} if size.vocab_size else {})
     )
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
@@ -249,6 +251,7 @@ def _wide_head(
     wide["d2t"] = torch.cat([tensors["d2t"], added])  # of the first added tokens
     fields: dict[str, object] = {
         "vocab_size": size.vocab_size,
+        "max_position_embeddings": _POSITIONS,
         "draft_vocab_size": V,
         "hidden_size": size.hidden_size,
         "intermediate_size": size.intermediate_size,

@@ -11,14 +11,18 @@ Example: python -m bench.speed --target-cost 300m --batches 1 8 --contestants of
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from bench.contestants import (
@@ -35,12 +39,12 @@ from bench.peers import launches, started, version_of
 from bench.plans import ALONE, PEERS, TRANSFORMERS, ContestantName, SpeedPlan
 from bench.sequoia import acceptance_table, best_tree
 from cluster.bench.breakdown import StepBreakdown, median_steps
-from cluster.bench.report import Report
+from cluster.bench.report import Report, Row
 from cluster.bench.runner import GenerationJob, Runner
 from cluster.bench.setup import workload
 from cluster.convert import model_folder
 from cluster.openai.request_params import derive_seed
-from cluster.planner.memory import sizes_in_bits
+from cluster.planner.memory import device_loads, model_shards, sizes_in_bits
 from secateur.bench import check_drafter
 from secateur.cli.bench import say
 from secateur.config import BUNDLED_TARGET, EngineArgs
@@ -61,6 +65,8 @@ static contestant.
 """
 
 WARM_TOKENS = 8
+FIRST_TOKENS = 4
+"""Of the answers to long prompts: requests of fewer tokens get no drafts."""
 WITH_SMALL_MODEL: tuple[ContestantName, ...] = ("assisted", "draft_model")
 """Contestants that draft with a small model of the target's family."""
 
@@ -96,6 +102,8 @@ class SpeedRow:
     tokens_per_second: float
     throughput_ratio: float
     same_tokens: float
+    tpot_spread: float | None = None
+    """Between the slowest and the fastest round, as a share of the median. None in results from before."""
     bytes_per_weight: float | None = None
     """None in results from before it was measured."""
     acceptance_length: float | None = None
@@ -116,20 +124,31 @@ def measure(run: Run) -> Report:
     texts = run.texts(max(plan.num_prompts, *plan.batches) * plan.rounds)
     with scaled(run.args, plan.target_cost, plan.cache, say) as args:
         config, tokens = workload(args, texts, max_tokens=plan.max_tokens, max_num_seqs=max(plan.batches))
+        if plan.prompt_tokens:
+            longest = max(config.max_model_len, max(plan.prompt_tokens) + FIRST_TOKENS)
+            pages = max(config.num_pages or 0, 1 + config.pages_for(longest))
+            config = replace(config, max_model_len=longest, num_pages=pages)
         launched = launches([c for c in plan.contestants if c in PEERS], args, config, plan, Path(plan.peers))
         versions = {launch.peer: version_of(launch) for launch in launched}
         more = {"peers": versions} if versions else {"peers": None, "peer_threads": None}
         with (
             run.report("speed", config, NOTES + PEER_NOTES if versions else NOTES, **more) as report,
-            _contestants(config, plan, _assistant_folder(run.args)) as contestants,
+            _contestants(config, plan, _assistant_folder(run.args), report) as contestants,
             started(launched, say) as others,
         ):
-            for row, steps in _measure([*contestants, *others], plan, tokens):
-                report.add("speed", row)
+            for row in _first_tokens(contestants, plan):
+                _add(report, "first tokens", row)
+            for speed, steps in _measure([*contestants, *others], plan, tokens):
+                _add(report, "speed", speed)
                 if steps is not None:
-                    key = {"contestant": row.contestant, "temperature": row.temperature, "batch": row.batch}
-                    report.add("a decoding step", key | steps.row)
+                    key = {"contestant": speed.contestant, "temperature": speed.temperature, "batch": speed.batch}
+                    _add(report, "a decoding step", key | steps.row)
     return report
+
+
+def _add(report: Report, table: str, row: Any) -> None:
+    """Add a row, and say it, so that it is not lost if the process is killed before it writes the report."""
+    say(f"{table}: {json.dumps(report.add(table, row))}")
 
 
 def _assistant_folder(args: EngineArgs) -> Path | None:
@@ -144,7 +163,9 @@ def _assistant_folder(args: EngineArgs) -> Path | None:
 
 
 @contextmanager
-def _contestants(config: EngineConfig, plan: SpeedPlan, small: Path | None) -> Iterator[list[Contestant]]:
+def _contestants(
+    config: EngineConfig, plan: SpeedPlan, small: Path | None, report: Report
+) -> Iterator[list[Contestant]]:
     """Start all contestants but the peers. On CPU this process computes with one thread, as the engines do."""
     assert config.draft is not None
     threads = torch.get_num_threads()
@@ -162,16 +183,19 @@ def _contestants(config: EngineConfig, plan: SpeedPlan, small: Path | None) -> I
         for name in names:
             if name in TRANSFORMERS:
                 continue
-            drafter = drafter_of(name, config.draft, plan, small)
+            with_drafter = plan.contestants[-1] if plan.shared and name == "off" else name
+            drafter = drafter_of(with_drafter, config.draft, plan, small)
             if drafter not in engines:
-                say(f"starting {name}")
+                say(f"starting {with_drafter}")
+                free, began = _free_bytes(config), time.perf_counter()
                 engines[drafter] = stack.enter_context(Runner(replace(config, draft=drafter)))
+                _add(report, "start", _start(engines[drafter], began, free - _free_bytes(config)))
             found.append(
                 SecateurContestant(
                     name=name,
                     runner=engines[drafter],
                     bytes_per_weight=weight_bytes,
-                    speculation=Speculation(auto=name == "auto"),
+                    speculation=Speculation(enabled=name != "off", auto=name == "auto"),
                 )
             )
         if modes := [name for name in names if name in TRANSFORMERS]:
@@ -179,6 +203,26 @@ def _contestants(config: EngineConfig, plan: SpeedPlan, small: Path | None) -> I
             found += _transformers(modes, config, plan, small)
             freeze_start_up()  # as our processes do
         yield found
+
+
+def _free_bytes(config: EngineConfig) -> int:
+    return torch.cuda.mem_get_info()[0] if config.device == "cuda" else 0
+
+
+def _start(runner: Runner, began: float, taken: int) -> Row:
+    """Return an engine's time to start, and the memory that it took of the GPU beside what is predicted."""
+    config = runner.config
+    loads = device_loads(config, model_shards(config))
+    predicted = sum(load.held + (config.num_pages or 0) * load.page for load in loads)
+    graphs = sum(int(rank.get("graph_bytes", 0)) for rank in runner.topology)
+    return {
+        "drafter": config.draft.tree.kind if config.draft else None,
+        "seconds": time.perf_counter() - began,
+        "predicted_gb": predicted / 1e9,
+        "taken_gb": taken / 1e9 if config.device == "cuda" else None,
+        "graphs_gb": graphs / 1e9,
+        "graph_seconds": sum(int(rank.get("graph_ms", 0)) for rank in runner.topology) / 1e3,
+    }
 
 
 def drafter_of(
@@ -252,6 +296,19 @@ def _measure(
                 say(f"T={temperature:g}, batch {batch}, {row.contestant}: {row.tpot_ms:.1f} ms per token")
 
 
+def _first_tokens(contestants: Sequence[Contestant], plan: SpeedPlan) -> Iterator[Row]:
+    """Time the first tokens of single requests with long prompts; the first round does not count."""
+    random = np.random.default_rng(plan.seed)
+    for length in plan.prompt_tokens:
+        found: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+        for _ in range(1 + plan.rounds):
+            jobs = _jobs([random.integers(4, 2048, length).tolist()], FIRST_TOKENS, 0.0, plan.seed)
+            for name, turn in _round(contestants, jobs, 1).items():
+                found[name].append(1e3 * turn.timings[0].first_seconds)
+        for name, times in found.items():
+            yield {"contestant": name, "prompt_tokens": length, "ttft_ms": statistics.median(times[1:])}
+
+
 def _turns(prompts: Sequence[list[int]], size: int, plan: SpeedPlan, temperature: float) -> list[list[GenerationJob]]:
     """Return the jobs of each round. Each takes the next prompts, so that short turns still cover all prompts."""
     endless = cycle(prompts)
@@ -281,7 +338,7 @@ def row_of(
     rounds: the turns of all contestants, including "off".
     """
     chosen, off = [turns[name] for turns in rounds], [turns["off"] for turns in rounds]
-    pairs = list(zip(chosen, off, strict=True))
+    pairs, tpots = list(zip(chosen, off, strict=True)), list(map(_tpot, chosen))
     ratio = statistics.median(_tpot(plain) / _tpot(turn) for turn, plain in pairs)
     same = [
         timing.tokens == plain_timing.tokens
@@ -294,7 +351,8 @@ def row_of(
         temperature=temperature,
         batch=batch,
         ttft_ms=1e3 * statistics.median(t.first_seconds for turn in chosen for t in turn.timings),
-        tpot_ms=1e3 * statistics.median(map(_tpot, chosen)),
+        tpot_ms=1e3 * statistics.median(tpots),
+        tpot_spread=(max(tpots) - min(tpots)) / statistics.median(tpots),
         tpot_ratio=ratio,
         tokens_per_second=statistics.median(turn.tokens_per_second for turn in chosen),
         throughput_ratio=statistics.median(t.tokens_per_second / p.tokens_per_second for t, p in pairs),
