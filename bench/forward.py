@@ -32,6 +32,7 @@ from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.models.draft_methods import read_specs
 from workers.models.readers import read_spec
 from workers.settings import Rule
+from workers.types import TargetStep
 
 NOTES = (
     "one rank, chains of rows behind a context of random contents; medians over the rounds",
@@ -121,14 +122,19 @@ def timed(config: EngineConfig, shapes: Sequence[ForwardShape], rounds: int) -> 
     return {shape: statistics.median(times[1:]) for shape, times in ms.items()}  # the first round warms up
 
 
-def _milliseconds(target: Target, page_size: int, shape: ForwardShape) -> float:
+def target_step(page_size: int, shape: ForwardShape) -> TargetStep:
+    """Return a step of chains, each behind its own pages."""
     num_pages = -(-(shape.context + shape.rows) // page_size)
     requests = []
     for b in range(shape.batch):
         submit = Submit(id=b, prompt=[0] * shape.context, max_tokens=1)
         pages = array("i", range(1 + b * num_pages, 1 + (b + 1) * num_pages))
         requests.append(Request(submit, Rule.COUPLED, None, 0, pages=pages))
-    step = StepInputs(page_size, ()).target_step(chains([[0] * shape.rows] * shape.batch), requests)
+    return StepInputs(page_size, ()).target_step(chains([[0] * shape.rows] * shape.batch), requests)
+
+
+def _milliseconds(target: Target, page_size: int, shape: ForwardShape) -> float:
+    step = target_step(page_size, shape)
     began = time.perf_counter()
     target.run(step, 0)  # returns with the sampled tokens on the host, so the GPU has finished
     return 1e3 * (time.perf_counter() - began)

@@ -1,8 +1,10 @@
-"""Tells where a GPU's time goes, kernel by kernel: the target's layers in a verify step, and a drafter's trees.
+"""Tells where a GPU's time goes, kernel by kernel: a verify step with its draws, and a drafter's trees.
 
-    python -m bench.gpu_profile [--parts verify bundled large] [--target-cost 4096x8] [--rows 14]
+    python -m bench.gpu_profile [--parts verify tree block] [--target-cost 8b+v128256] [--cache DIR]
+                                [--requests 1 8 33 64] [--rows 14] [--repeat 10]
 
-The target has the width of an 8B model and a few of its layers, so that the times of a layer are those of the whole.
+`verify` has one row, and then trees of 17 rows of each number of requests; `tree` the trees of 16 nodes of the padded
+head; `block` those of a random DSpark head of two layers as wide, which drafts them in one pass.
 Times are microseconds: `wall` around whole calls without a profiler (medians), `device` from the profiler. Below each
 table are the Python functions in which a call spends most time; a profiled call takes longer than `wall`.
 """
@@ -12,7 +14,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import io
-import json
 import pstats
 import statistics
 import sys
@@ -22,108 +23,130 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from torch import Tensor
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from bench.kernels import batch
-from bench.scaled import TargetSize, scaled_pair
+from bench.forward import ForwardShape, target_step
+from bench.scaled import ScaledPair, TargetSize, scaled_pair
 from cluster.bench.report import markdown
 from drafter.drafter import Drafter
-from drafter.proposers.base import FeatureProposer, head_graphs, head_tree_graphs
+from drafter.proposers.base import FeatureProposer, Proposer, head_graphs, head_tree_graphs
+from drafter.proposers.block import BlockHead
+from drafter.proposers.one_pass import OnePassProposer, ScratchPages, block_tree_graphs
 from drafter.tree.policy import make_tree_policy
 from tests.drafter.tree.test_tree_graphs import message
-from tests.support.attention_cases import Batch
-from tests.support.checkpoints import BASE, load_eagle3, write_eagle3
+from tests.support.checkpoints import load_eagle3, write_block
 from tests.support.engines import AUTO, BUNDLED, bundled
-from workers.cuda_graphs import decoder_graphs
+from verifier.target import Target
+from workers.config import EngineConfig
+from workers.cuda_graphs import Graphs, Size
 from workers.kernels.select import kernels_for
+from workers.models.block_format import read_block_spec
 from workers.models.layers import Runtime
 from workers.models.load import load_decoder
 from workers.models.readers import read_spec
+from workers.sampling.grammar import Grammars, TokenTable
 from workers.settings import SamplingSettings
 from workers.types import DraftRequest, SamplingBatch
 
-REPEAT, DTYPE = 20, torch.bfloat16
-PARTS = ("verify", "bundled", "large")
+DTYPE, PAGE, TREE_ROWS = torch.bfloat16, 16, 17
+PARTS = ("verify", "tree", "block")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target-cost", type=TargetSize.parse, default=TargetSize.parse("4096x8"))
+    parser.add_argument("--target-cost", type=TargetSize.parse, default=TargetSize.parse("8b+v128256"))
+    parser.add_argument("--cache", type=Path, help="keep the padded models here")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--requests", nargs="+", type=int, default=(1, 8, 33, 64))
     parser.add_argument("--rows", type=int, default=14, help="kernels shown of each call")
+    parser.add_argument("--repeat", type=int, default=10)
     options = parser.parse_args()
     torch.set_num_threads(1)  # as ranks do
     if not torch.cuda.is_available():
         sys.exit("gpu_profile.py: no CUDA device here, so nothing was measured")
-    with tempfile.TemporaryDirectory() as folder:
-        pair = scaled_pair(BUNDLED / "target", BUNDLED / "eagle3", options.target_cost, Path(folder), DTYPE)
-        with torch.inference_mode():
-            if "verify" in options.parts:
-                verify(pair.target, options.rows)
-            if "bundled" in options.parts:
-                trees("the bundled head", pair.head, pair.target, options.rows)
-            if "large" in options.parts:
-                trees("a head of an 8B model", *write_head(Path(folder)), options.rows)
+    show = partial(report, shown=options.rows, repeat=options.repeat)
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        cache = options.cache or Path(folder)
+        pair = scaled_pair(BUNDLED / "target", BUNDLED / "eagle3", options.target_cost, cache, DTYPE)
+        runtime = Runtime(device="cuda", dtype=DTYPE, kernels=kernels_for("cuda"))
+        config = bundled(
+            AUTO, max_num_seqs=max(options.requests), max_model_len=1024, max_num_batched_tokens=512, dtype="bfloat16"
+        )
+        if "verify" in options.parts:
+            verify(pair.target, runtime, options.requests, show)
+        for part, proposer in (("tree", head_of), ("block", block_of)):
+            if part in options.parts:
+                trees(part, proposer(pair, runtime, config, Path(folder)), options.requests, show)
 
 
-def verify(path: Path, shown: int) -> None:
+def verify(path: Path, runtime: Runtime, requests: list[int], show: Callable[..., None]) -> None:
+    """Profile steps of the target behind 500 tokens, until their draws are on the host."""
     spec = read_spec(path)
-    model = load_decoder(
-        path, spec, Runtime(device="cuda", dtype=DTYPE, kernels=kernels_for("cuda")), tap_layers=(0, 1, 2)
-    )
-    config = bundled(AUTO, max_num_seqs=8, max_model_len=2048)
-    pool = model.new_kv_pool(8 * 2048)
-    graphs = decoder_graphs(model, pool, config)
-    print(f"\n# verify, {spec.num_layers} layers: {graphs.report}")
-    steps = {
-        "1 row": Batch([(500, [-1])], 16),
-        "1 tree of 17 rows": batch(1, 500),
-        "8 trees of 17 rows": batch(8, 500),
-    }
-    for name, step in steps.items():
-        tokens = torch.zeros(len(step.metadata.slot_N), dtype=torch.int32)
-        report(name, partial(graphs, step.metadata, tokens, tokens), shown)
+    model = load_decoder(path, spec, runtime)
+    steps = [ForwardShape(rows=1, context=500)]
+    steps += [ForwardShape(rows=TREE_ROWS, batch=batch, context=500) for batch in requests]
+    pages = -(-(500 + TREE_ROWS) // PAGE)
+    pool = model.new_kv_pool(PAGE * (1 + pages * max(requests)))
+    one = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def run(plan: object, tokens_N: Tensor, positions_N: Tensor) -> tuple[Tensor, ...]:
+        return tuple(rows for rows in model.forward(tokens_N, positions_N, plan, pool) if rows is not None)
+
+    sizes = sorted({Size.of(step.rows * step.batch, step.batch) for step in steps}, reverse=True)
+    plan = partial(model.plan, page_size=PAGE)
+    graphs = Graphs(run, plan, (one, one), buckets=sizes, table_width=pages)
+    grammars = Grammars(TokenTable.of(replace(bundled(), model_path=str(path)), spec.vocab_size))
+    target = Target(model, pool, PAGE, None, None, None, graphs, grammars)
+    print(f"\n# verify, {spec.num_layers} layers, {spec.vocab_size} tokens: {graphs.report}", flush=True)
+    for step in steps:
+        call = partial(target.run, target_step(PAGE, step), 0)
+        show(f"{step.batch} requests of {step.rows} rows", call)
 
 
-def write_head(folder: Path) -> tuple[Path, Path]:
-    """Write a random EAGLE-3 head of the size of those for Llama-3-8B; return it and its target, a configuration."""
-    size: dict[str, Any] = {
-        "vocab_size": 40_960,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_attention_heads": 32,
-    }
-    head = write_eagle3(folder / "random-head", draft_vocab_size=32_000, aux_layer_ids=(2, 4, 6), **size)
-    target = folder / "random-target"
-    target.mkdir()
-    (target / "config.json").write_text(json.dumps(BASE | size | {"model_type": "llama", "num_hidden_layers": 8}))
-    save_file({"unused": torch.zeros(1)}, target / "model.safetensors")  # the head has an embedding of its own
-    return head, target
-
-
-def trees(name: str, path: Path, target: Path, shown: int) -> None:
-    kernels = kernels_for("cuda")
-    head = load_eagle3(path, target, Runtime(device="cuda", dtype=DTYPE, kernels=kernels))
-    config = bundled(AUTO, max_num_seqs=8)
-    pool = head.new_kv_pool(4096)
+def head_of(pair: ScaledPair, runtime: Runtime, config: EngineConfig, folder: Path) -> Proposer:
+    head = load_eagle3(pair.head, pair.target, runtime)
+    pool = head.new_kv_pool(256 * config.max_num_seqs)
     graphs, tree_graphs = head_graphs(head, pool, config), head_tree_graphs(head, pool, config)
-    print(f"\n# {name}: {graphs.report}, {tree_graphs.report}")
-    ways = {"in one graph": (graphs, tree_graphs), "level by level": (graphs, None)}
-    for requests in (1, 8):
-        for way, ready in ways.items():
-            proposer = FeatureProposer(head, pool, config.page_size, config.tree_rows, *ready)
-            for temperature in (0.0, 1.0):
-                request = drafting(requests, head.width, temperature)
-                report(
-                    f"{requests} trees of 16 nodes {way}, T={temperature:g}",
-                    partial(Drafter(proposer, make_tree_policy(AUTO), kernels=kernels).draft, request),
-                    shown,
-                )
+    print(f"\n# an EAGLE-3 head of {pair.head.name}: {graphs.report}, {tree_graphs.report}", flush=True)
+    return FeatureProposer(head, pool, PAGE, config.tree_rows, graphs, tree_graphs)
+
+
+def block_of(pair: ScaledPair, runtime: Runtime, config: EngineConfig, folder: Path) -> Proposer:
+    """Write a head without an embedding and a vocabulary head, which are then the target's, and load it."""
+    target = read_spec(pair.target)
+    path = write_block(
+        folder / "block",
+        style="specforge",
+        markov_rank=256,
+        taps=(2, 4, 6),
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_attention_heads=target.num_heads,
+        num_key_value_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+    )
+    spec = read_block_spec(path, target)
+    head = BlockHead.load(spec, path, str(pair.target), runtime)
+    num_slots = 256 * config.max_num_seqs
+    scratch = ScratchPages(num_slots // PAGE, PAGE, head.num_behind)
+    pool = head.new_kv_pool(num_slots + config.max_num_seqs * scratch.per_request * PAGE)
+    graphs = head_graphs(head, pool, config, scratch.per_request)
+    tree_graphs = block_tree_graphs(head, config, has_leaf_siblings=spec.has_marginals)
+    print(f"\n# a DSpark head: {graphs.report}, {tree_graphs.report}", flush=True)
+    return OnePassProposer(head, pool, PAGE, scratch, graphs, tree_graphs)
+
+
+def trees(part: str, proposer: Proposer, requests: list[int], show: Callable[..., None]) -> None:
+    drafter = Drafter(proposer, make_tree_policy(AUTO), kernels=kernels_for("cuda"))
+    for batch in requests:
+        for temperature in (0.0, 1.0) if batch == 1 else (0.0,):
+            call = partial(drafter.draft, drafting(batch, proposer.width, temperature))
+            show(f"{part}: {batch} trees of 16 nodes, T={temperature:g}", call)
 
 
 def drafting(requests: int, width: int, temperature: float) -> DraftRequest:
@@ -137,27 +160,28 @@ def drafting(requests: int, width: int, temperature: float) -> DraftRequest:
     return replace(request, sampling=sampling, constraints_U=constraints, features_MH=features)
 
 
-def report(name: str, call: Callable[[], object], shown: int) -> None:
+def report(name: str, call: Callable[[], object], shown: int, repeat: int) -> None:
     """Print a call's time and its kernels, those that take longest first."""
-    for _ in range(5):
+    for _ in range(min(5, repeat)):
         call()
-    walls = [wall(call) for _ in range(REPEAT)]
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        for _ in range(REPEAT):
+    walls = [wall(call) for _ in range(repeat)]
+    activities = supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA}
+    with profile(activities=activities) as found:
+        for _ in range(repeat):
             call()
         torch.cuda.synchronize()
     events = found.key_averages()
     on_device = [event for event in events if event.device_type == DeviceType.CUDA]
     on_host = [event for event in events if event.device_type == DeviceType.CPU and event.key.startswith("cu")]
-    rows = sorted(((e.self_device_time_total / REPEAT, e.count / REPEAT, e.key) for e in on_device), reverse=True)
+    rows = sorted(((e.self_device_time_total / repeat, e.count / repeat, e.key) for e in on_device), reverse=True)
     total, num_kernels = (sum(row[column] for row in rows) for column in (0, 1))
     print(f"\n## {name}: wall {statistics.median(walls):.0f}, device {total:.0f}, kernels {num_kernels:.0f}")
-    calls = (f"{e.key} {e.count / REPEAT:.1f} ({e.self_cpu_time_total / REPEAT:.0f} us)" for e in on_host)
+    calls = (f"{e.key} {e.count / repeat:.1f} ({e.self_cpu_time_total / repeat:.0f} us)" for e in on_host)
     print("host calls: " + ", ".join(calls))
     table = [[f"{time:.1f}", f"{count:.1f}", f"{time / count:.2f}", key[:90]] for time, count, key in rows[:shown]]
     print(markdown(["device us", "launches", "each", "kernel"], table), flush=True)
     python = cProfile.Profile()
-    for _ in range(REPEAT):
+    for _ in range(repeat):
         python.runcall(call)
     text = io.StringIO()
     pstats.Stats(python, stream=text).strip_dirs().sort_stats("tottime").print_stats(shown)

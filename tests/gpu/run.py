@@ -1,4 +1,4 @@
-"""All that a GPU can show, in the order of what is worth most; the first 25 minutes of one H100 show most of it.
+"""All that a GPU can show, in the order of what is worth most: ten minutes of one H200.
 
     python -m tests.gpu.run [--output DIR] [--only smoke twins ...]
 
@@ -66,23 +66,17 @@ TOGETHER = [
     Part("weights", "the weights of a pair of 8B size, for the benchmarks", 4, ("tests.gpu.weights", CACHE)),
 ]  # fmt: skip
 ALONE = [
-    Part("kernels", "each kernel's time beside its twin's", 3, ("bench.kernels", "--output", "{output}")),
-    Part("profile", "each kernel's share of a verify step and of a tree", 3, ("bench.gpu_profile",)),
-    Part("latency", "per-token latency of a target and a head of 8B size, and how tokens repeat", 5,
-         bench("speed", *ON_8B, "--contestants", "off,chain,auto", "--batches", "1", "8", "--rounds", "3")),
-    Part("throughput", "many requests on that target", 5,
-         bench("speed", *ON_8B, "--contestants", "off,auto", "--batches", "32", "128", "--temperatures", "0",
-               "--rounds", "2")),
+    Part("latency", "an engine of 8B size: its start and memory, first tokens, and tokens of 1 to 128 requests", 1.7,
+         bench("speed", *ON_8B, "--shared", "--contestants", "off,auto", "--batches", "1", "8", "32", "64", "128",
+               "--rounds", "3", "--prompt-tokens", "2048", "--prompt-tokens", "8192")),
+    Part("profile", "each kernel's share of a verify step and of trees", 0.9, ("bench.gpu_profile", *ON_8B)),
+    Part("kernels", "products, attention, delta nets and draws beside their twins", 0.7,
+         ("bench.kernels", "--output", "{output}")),
+    Part("chain", "the same engine with chains, which grow without a choice", 1,
+         bench("speed", *ON_8B, "--shared", "--contestants", "off,chain", "--batches", "1", "8", "64",
+               "--temperatures", "0", "--rounds", "2")),
 ]  # fmt: skip
-"""With those before, 25 minutes at most. What follows in AFTERWARDS takes longer."""
-AFTERWARDS = [
-    Part("floor", "the forward of that target, against reading its weights once", 5, bench("forward", *ON_8B)),
-    Part("step", "the parts of the bundled pair's step", 5,
-         ("secateur", "bench", "step", "--device", "cuda", "--output", "{output}")),
-    Part("peers", "per-token latency beside generate and assisted generation", 6,
-         bench("speed", *ON_8B, "--contestants", "off,dynamic,auto,generate,assisted")),
-    Part("bundled", "the bundled pair, one request and several", 20, bench("speed", "--batches", "1", "8", "32")),
-]  # fmt: skip
+"""One after the other, what is worth most first; they keep the rows that they have when their time is over."""
 
 
 def run(part: Part, output: Path) -> bool:
@@ -112,7 +106,7 @@ def run(part: Part, output: Path) -> bool:
 
 
 def main() -> None:
-    parts = {part.name: part for part in (*TOGETHER, *ALONE, *AFTERWARDS)}
+    parts = {part.name: part for part in (*TOGETHER, *ALONE)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("bench/results"))
     parser.add_argument("--only", nargs="+", choices=parts, help="these parts alone")
