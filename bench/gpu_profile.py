@@ -43,7 +43,7 @@ from tests.support.engines import AUTO, BUNDLED, bundled
 from verifier.target import Target
 from workers.config import EngineConfig
 from workers.cuda_graphs import Graphs, Size
-from workers.kernels.select import kernels_for
+from workers.kernels.select import AttentionPlan, kernels_for
 from workers.models.block_format import read_block_spec
 from workers.models.layers import Runtime
 from workers.models.load import load_decoder
@@ -74,7 +74,7 @@ def main() -> None:
         pair = scaled_pair(BUNDLED / "target", BUNDLED / "eagle3", options.target_cost, cache, DTYPE)
         runtime = Runtime(device="cuda", dtype=DTYPE, kernels=kernels_for("cuda"))
         config = bundled(
-            AUTO, max_num_seqs=max(options.requests), max_model_len=1024, max_num_batched_tokens=512, dtype="bfloat16"
+            AUTO, max_num_seqs=max(options.requests), max_model_len=1024, max_num_batched_tokens=64, dtype="bfloat16"
         )
         if "verify" in options.parts:
             verify(pair.target, runtime, options.requests, show)
@@ -93,7 +93,7 @@ def verify(path: Path, runtime: Runtime, requests: list[int], show: Callable[...
     pool = model.new_kv_pool(PAGE * (1 + pages * max(requests)))
     one = torch.zeros(1, dtype=torch.int32, device="cuda")
 
-    def run(plan: object, tokens_N: Tensor, positions_N: Tensor) -> tuple[Tensor, ...]:
+    def run(plan: AttentionPlan, tokens_N: Tensor, positions_N: Tensor) -> tuple[Tensor, ...]:
         return tuple(rows for rows in model.forward(tokens_N, positions_N, plan, pool) if rows is not None)
 
     sizes = sorted({Size.of(step.rows * step.batch, step.batch) for step in steps}, reverse=True)

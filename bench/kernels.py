@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +45,13 @@ def main() -> None:
         sys.exit("kernels.py: no CUDA device here, so nothing was measured")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: rows so far are kept
     about = {"command": command(), "hardware": torch.cuda.get_device_name(), "torch": torch.__version__}
-    tables = {"products": products, "prompts": prompts, "attention": attention, "delta nets": delta_nets, "draws": draws}
+    tables = {
+        "products": products,
+        "prompts": prompts,
+        "attention": attention,
+        "delta nets": delta_nets,
+        "draws": draws,
+    }
     with reporting(given.output, "kernels", about, say, "cuda") as report, torch.inference_mode():
         for table, rows in tables.items():
             for row in rows(64 if given.tiny else 1):
@@ -67,16 +74,22 @@ def products(less: int) -> Iterator[Row]:
         scaled = [BlockScaled(value_OI, scale_BO, None, 128, torch.bfloat16) for value_OI in value_COI]
         for num_rows in (1, 4, 17, 64, 272):
             x = normal(num_rows, inputs)
-            ways: dict[str, Callable[[], object]] = {
-                "cublas": lambda x=x, weight=weight_COI: [F.linear(x, each) for each in weight],
-                "bf16": lambda x=x, weight=weight_COI: [fused.invariant_linear(x, each, None) for each in weight],
-                "8_bits": lambda x=x, weight=scaled: [fused.block_scaled_linear(x, each, None) for each in weight],
+            ways = {
+                "cublas": partial(products_of, F.linear, x, list(weight_COI)),
+                "bf16": partial(products_of, fused.invariant_linear, x, list(weight_COI)),
+                "8_bits": partial(products_of, fused.block_scaled_linear, x, scaled),
             }
             us = {way: microseconds(replayed(call), less) / copies for way, call in ways.items()}
             weight_bytes = {way: outputs * inputs * (1 if way == "8_bits" else 2) for way in ways}
             rates = {f"{way}_gbs": weight_bytes[way] / us[way] / 1e3 for way in ways}
-            yield {"outputs": outputs, "inputs": inputs, "rows": num_rows} | {f"{w}_us": t for w, t in us.items()} | rates
-        del weight_COI, value_COI, scaled
+            yield (
+                {"outputs": outputs, "inputs": inputs, "rows": num_rows} | {f"{w}_us": t for w, t in us.items()} | rates
+            )
+
+
+def products_of(product: Callable[..., Tensor], x: Tensor, weights: Sequence[Any]) -> None:
+    for weight in weights:
+        product(x, weight, None)
 
 
 def replayed(call: Callable[[], object]) -> Callable[[], None]:
@@ -90,7 +103,10 @@ def replayed(call: Callable[[], object]) -> Callable[[], None]:
 
 
 def prompts(less: int) -> Iterator[Row]:
-    """Time the attention of a prompt's chunk beside PyTorch's, whose keys are contiguous, and all seen by all rows behind others."""
+    """Time the attention of a prompt's chunk beside PyTorch's.
+
+    There keys are contiguous, and behind others all rows see all of them.
+    """
     num_rows = 2048 // less
     for before in (0, 8192 // less, 32_768 // less):
         total = before + num_rows
@@ -132,7 +148,10 @@ def delta_nets(less: int) -> Iterator[Row]:
     K, H, d = (2, 4, 16) if less > 1 else (16, 32, 128)
     channels = 2 * K * d + H * d
     weights = DeltaWeights(
-        normal(4, channels, dtype=torch.float32), -normal(H, dtype=torch.float32).abs(), normal(H, dtype=torch.float32), K
+        normal(4, channels, dtype=torch.float32),
+        -normal(H, dtype=torch.float32).abs(),
+        normal(H, dtype=torch.float32),
+        K,
     )
     for requests, num_rows in ((1, 17), (8, 17), (64, 17), (1, 2048 // less)):
         total, is_tree = requests * num_rows, num_rows == 17
@@ -155,7 +174,12 @@ def draws(less: int) -> Iterator[Row]:
     pool = torch.zeros(32, 8192 // less, 2, 8, 128, dtype=torch.bfloat16, device="cuda")
     for count in (4, 256 // less):
         source, target = (torch.randperm(8192 // less, device="cuda")[:count] for _ in range(2))
-        yield timed(f"copy of {count} tokens, 32 layers", TWINS, [partial(k.copy_slots, pool, source, target) for k in SETS], less)
+        yield timed(
+            f"copy of {count} tokens, 32 layers",
+            TWINS,
+            [partial(k.copy_slots, pool, source, target) for k in SETS],
+            less,
+        )
     for rows, vocab in ((17, 128_256 // less), (272, 128_256 // less)):
         logits = normal(rows, vocab, dtype=torch.float32)
         params = SamplingBatch.stack([SamplingSettings(seed=row // 17) for row in range(rows)], device="cuda")
@@ -167,7 +191,9 @@ def draws(less: int) -> Iterator[Row]:
         for name, k in (("top-p", 0 * top_k), ("top-k, top-p", top_k)):
             cuts = [partial(kernels.truncation_threshold, 4 * logits, k, top_p) for kernels in SETS]
             yield timed(f"{name}, {rows} rows of {vocab}", TWINS, cuts, less)
-        yield timed(f"top 8 and sum, {rows} rows of {vocab}", TWINS, [partial(k.top_k, logits, 8, tau) for k in SETS], less)
+        yield timed(
+            f"top 8 and sum, {rows} rows of {vocab}", TWINS, [partial(k.top_k, logits, 8, tau) for k in SETS], less
+        )
 
 
 def batch(requests: int, prefix: int) -> Batch:
