@@ -80,7 +80,7 @@ image: export FLAGS := $(FLAGS)
 image: ## build the container image with buildah on Debian in place of Ray's image, and let it answer (FLAGS=...; 5 minutes, 6 GB)
 	tests/image/run.sh
 
-gpu: ## tests and benchmarks on a CUDA machine, what is worth most in 25 minutes, with PYTHON as it is; installs nothing
+gpu: ## tests and benchmarks on a CUDA machine, some ten minutes, with PYTHON as it is; installs nothing
 	@$(PYTHON) -c 'import pytest, torch' || { echo 'make gpu: $(PYTHON) lacks pytest or torch; set PYTHON=...' >&2; exit 1; }
 	PYTHONPATH=. $(PYTHON) -m tests.gpu.run --output $(RESULTS)
 

@@ -1,7 +1,6 @@
 """The target's forward alone, in this process, by rows, requests and context: python -m bench.forward.
 
-KV pages are not initialised, since time does not depend on their contents. On CUDA there is also the time to read all
-weights once at the measured memory bandwidth, a lower bound of any forward.
+KV pages are not initialised, since time does not depend on their contents.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from pydantic import Field
 
 from bench.harness import BenchmarkPlan, Run, main, scaled
-from cluster.bench.report import Report, Row
+from cluster.bench.report import Report
 from cluster.bench.setup import workload
 from secateur.bench import PositiveInt, Some
 from secateur.cli.bench import say
@@ -34,12 +33,7 @@ from workers.models.readers import read_spec
 from workers.settings import Rule
 from workers.types import TargetStep
 
-NOTES = (
-    "one rank, chains of rows behind a context of random contents; medians over the rounds",
-    "weights: the time to read them once at the bandwidth that a copy on the device reaches, reads and writes counted; "
-    "share: of the forward of the fewest rows",
-)
-_BANDWIDTH_BYTES = 1 << 30
+NOTES = ("one rank, chains of rows behind a context of random contents; medians over the rounds",)
 
 
 class ForwardPlan(BenchmarkPlan):
@@ -74,8 +68,6 @@ def measure(run: Run) -> Report:
             for shape in shapes:
                 fewest = replace(shape, rows=min(plan.rows))
                 report.add("forwards", {**asdict(shape), "ms": ms[shape], "times_fewest_rows": ms[shape] / ms[fewest]})
-            if config.device == "cuda":
-                report.add("weights", streaming(config, min(ms.values())))
     return report
 
 
@@ -138,37 +130,6 @@ def _milliseconds(target: Target, page_size: int, shape: ForwardShape) -> float:
     began = time.perf_counter()
     target.run(step, 0)  # returns with the sampled tokens on the host, so the GPU has finished
     return 1e3 * (time.perf_counter() - began)
-
-
-def streaming(config: EngineConfig, single_ms: float) -> Row:
-    """Return the lower bound of a forward on a GPU: reading all weights once."""
-    spec, size = read_spec(config.model_path), getattr(torch, config.dtype).itemsize
-    attention = 2 * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
-    layers = spec.num_layers * spec.hidden_size * (attention + 3 * spec.intermediate_size)
-    weight_gb = size * (layers + spec.vocab_size * spec.hidden_size) / 1e9
-    bandwidth = measured_bandwidth_gbs(torch.device(config.device))
-    floor_ms = 1e3 * weight_gb / bandwidth
-    share = floor_ms / single_ms
-    return {"bandwidth_gbs": bandwidth, "weight_gb": weight_gb, "floor_ms": floor_ms, "share": share}
-
-
-def measured_bandwidth_gbs(device: torch.device) -> float:
-    """Return the best bandwidth of several copies within the device's memory; reads and writes both count."""
-    source = torch.empty(_BANDWIDTH_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    best = float("inf")
-    for _ in range(8):
-        _wait(device)
-        began = time.perf_counter()
-        target.copy_(source)
-        _wait(device)
-        best = min(best, time.perf_counter() - began)
-    return 2 * _BANDWIDTH_BYTES / best / 1e9
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -181,6 +181,7 @@ def test_a_quick_comparison_on_a_cost_scaled_target(tmp_path, capsys) -> None:
     flags = ["--device", "cpu", "--target-cost", "256x9", "--output", str(tmp_path)]
     names = ("off", "dynamic", "auto", "generate", "assisted")
     few = {"contestants": names, "batches": (1, 2), "temperatures": (0.0,), "max_tokens": 16, "rounds": 2}
+    few |= {"prompt_tokens": (900,), "shared": True}
     assert run(SpeedPlan, speed.measure, few, "--quick", *flags) == 0
     [file] = tmp_path.glob("*-speed-256x9.json")
     result = json.loads(file.read_text())
@@ -194,6 +195,9 @@ def test_a_quick_comparison_on_a_cost_scaled_target(tmp_path, capsys) -> None:
     alone = {row.contestant: row for row in rows if row.batch == 1}
     assert alone["generate"].step_gain is None and alone["off"].ceiling is None
     assert alone["dynamic"].tokens_per_step > 2 and alone["dynamic"].ceiling > 0
+    [start] = result["start"]
+    assert start["drafter"] == "dynamic" and start["predicted_gb"] > 0, "one engine, whose requests may want no drafts"
+    assert [row["ttft_ms"] > 0 for row in result["first tokens"]] == [True] * len(names)
     steps = {row["contestant"]: row for row in result["a decoding step"] if row["batch"] == 1}
     assert set(steps) == {"off", "dynamic", "auto"} and steps["dynamic"]["draft_ms"] > 0
     assert capsys.readouterr().out.strip() == file.with_suffix(".md").read_text().strip()
@@ -227,10 +231,3 @@ def test_forwards_are_timed_by_rows_requests_and_context(tmp_path) -> None:
         (r, b, c) for r in (1, 9) for b in (1, 2) for c in (128, 256)
     }
     assert all(row["ms"] > 0 and (row["rows"] > 1 or row["times_fewest_rows"] == 1) for row in rows)
-
-
-def test_the_copy_that_measures_bandwidth_counts_both_directions(monkeypatch) -> None:
-    monkeypatch.setattr(forward, "_BANDWIDTH_BYTES", 1 << 20)
-    times = iter(range(100))
-    monkeypatch.setattr(forward.time, "perf_counter", lambda: float(next(times)))
-    assert forward.measured_bandwidth_gbs(torch.device("cpu")) == pytest.approx(2 * 2**20 / 1e9)
