@@ -214,14 +214,17 @@ def _start(runner: Runner, began: float, taken: int) -> Row:
     config = runner.config
     loads = device_loads(config, model_shards(config))
     predicted = sum(load.held + (config.num_pages or 0) * load.page for load in loads)
-    graphs = sum(int(rank.get("graph_bytes", 0)) for rank in runner.topology)
+    graphs, graph_ms = (
+        sum(int(value) for rank in runner.topology for name, value in rank.items() if name.endswith(end))
+        for end in ("graph_bytes", "graph_ms")
+    )
     return {
         "drafter": config.draft.tree.kind if config.draft else None,
         "seconds": time.perf_counter() - began,
         "predicted_gb": predicted / 1e9,
         "taken_gb": taken / 1e9 if config.device == "cuda" else None,
         "graphs_gb": graphs / 1e9,
-        "graph_seconds": sum(int(rank.get("graph_ms", 0)) for rank in runner.topology) / 1e3,
+        "graph_seconds": graph_ms / 1e3,
     }
 
 
