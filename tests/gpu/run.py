@@ -1,6 +1,6 @@
 """All that a GPU can show, in the order of what is worth most: ten minutes of one H200.
 
-    python -m tests.gpu.run [--output DIR] [--only smoke twins ...]
+    python -m tests.gpu.run [--output DIR] [--only smoke twins ...] [--minutes 2.5]
 
 Tests run first, side by side, for they share the GPU and measure nothing; then benchmarks, one after the other. Every
 part is a process with a time limit. Its output goes to DIR/gpu-PART.log while it runs, and its result is appended to
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -90,7 +91,7 @@ def run(part: Part, output: Path) -> bool:
             status: int | None = process.wait(timeout=60 * part.minutes)
         except subprocess.TimeoutExpired:
             status = None
-            process.terminate()  # engines end with the process that started them
+            process.send_signal(signal.SIGINT)  # pytest still tells what failed; engines end with who started them
             try:
                 process.wait(timeout=20)
             except subprocess.TimeoutExpired:
@@ -110,6 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("bench/results"))
     parser.add_argument("--only", nargs="+", choices=parts, help="these parts alone")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="of a part at most, where it has more")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     import torch
@@ -118,10 +120,11 @@ def main() -> None:
         sys.exit("tests.gpu.run: no CUDA device here, so nothing was shown")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     asked = [parts[name] for name in options.only or parts]
-    started = partial(run, output=options.output)
+    asked = [replace(part, minutes=min(part.minutes, options.minutes)) for part in asked]
+    started, together = partial(run, output=options.output), {part.name for part in TOGETHER}
     with ThreadPoolExecutor(len(TOGETHER)) as pool:
-        results = list(pool.map(started, [part for part in asked if part in TOGETHER]))
-    results += map(started, [part for part in asked if part not in TOGETHER])
+        results = list(pool.map(started, [part for part in asked if part.name in together]))
+    results += map(started, [part for part in asked if part.name not in together])
     sys.exit(0 if all(results) else 1)
 
 
