@@ -42,7 +42,7 @@ class Part:
 
 def tests(*arguments: str) -> tuple[str, ...]:
     """Return a run of tests that tells the slowest, and where one hangs."""
-    return ("pytest", "--durations=8", "-o", "faulthandler_timeout=100", *arguments)
+    return ("pytest", "-p", "no:benchmark", "--durations=8", "-o", "faulthandler_timeout=100", *arguments)
 
 
 def bench(name: str, *arguments: str) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ def bench(name: str, *arguments: str) -> tuple[str, ...]:
 TOGETHER = [
     Part("smoke", "an engine under auto gives transformers' tokens", 5, tests("-x", TESTS, "-k", "greedy and auto")),
     Part("twins", "every kernel against its twin", 6,
-         tests("-n", "8", "-p", "no:benchmark", "tests/gpu/test_gpu_kernels.py", "tests/gpu/test_gpu_rejection.py",
+         tests("-n", "8", "tests/gpu/test_gpu_kernels.py", "tests/gpu/test_gpu_rejection.py",
                "tests/workers/kernels/test_triton_delta.py")),
     Part("graphs", "replays against eager steps", 5, tests("-n", "3", "tests/gpu/test_gpu_graphs.py")),
     Part("link", "the NCCL link between drafter and verifier", 5, tests("-n", "4", TESTS, "-k", "nccl")),

@@ -105,7 +105,8 @@ def test_a_product_equals_that_with_the_dequantized_weight(
         made = Linear(weight, added, kernels)(part)
         assert made.dtype == dtype and made.shape == exact.shape == (num_rows, num_outputs)
         if num_rows:
-            assert (made.double() - exact).abs().max() <= TOLERANCE[dtype] * exact.abs().max()
+            rounds_parts = kernels is reference and DEVICE == "cuda"  # cuBLAS may add parts of a sum in 16 bits
+            assert (made.double() - exact).abs().max() <= (1 + rounds_parts) * TOLERANCE[dtype] * exact.abs().max()
 
 
 @pytest.mark.parametrize("num_rows", ROWS)

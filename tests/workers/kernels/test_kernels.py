@@ -265,7 +265,7 @@ def test_an_empty_batch_is_empty(kernels: Kernels) -> None:
 def _attended(requests: list[tuple[int, list[int] | int]], own: int, path: tuple[Tensor, Tensor]) -> Tensor:
     """Return what batch-invariant attention gives the request `own`'s rows on the path of its last row.
 
-    It is in float32, in which no rounding hides another order of sums.
+    Interpreted it is in float32, in which no rounding hides another order of sums; a GPU promises it in 16 bits only.
 
     path: keys and values [positions, 2, H, d] and queries [positions, Hq, d] of its positions. All else is random.
     """
@@ -278,7 +278,8 @@ def _attended(requests: list[tuple[int, list[int] | int]], own: int, path: tuple
     rows = [row for row, seen in enumerate(batch.keys) if batch.owner[row] == own and seen == keys[: len(seen)]]
     q[rows] = q_P[[len(batch.keys[row]) - 1 for row in rows]]
     plan = fused.plan(batch.metadata, 16, group_size=3, kv_heads=2, device=DEVICE, keys_per_piece=64)
-    attended = fused.tree_attention(q.to(DEVICE), kv.to(DEVICE), plan, 0.25).cpu()
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    attended = fused.tree_attention(q.to(DEVICE, dtype), kv.to(DEVICE, dtype), plan, 0.25).cpu()
     return torch.stack([attended[row] for row in rows])
 
 
