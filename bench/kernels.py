@@ -38,24 +38,19 @@ _CACHE_BYTES = 256 << 20
 
 
 def main() -> None:
+    tables = {table.__name__: table for table in (products, prompts, attention, delta_nets, draws)}
     options = parser(__doc__)
     options.add_argument("--tiny", action="store_true", help="small shapes, to see that everything runs")
+    options.add_argument("--tables", nargs="+", default=list(tables), choices=tables, help="these alone")
     given = options.parse_args()
     if not torch.cuda.is_available():
         sys.exit("kernels.py: no CUDA device here, so nothing was measured")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: rows so far are kept
     about = {"command": command(), "hardware": torch.cuda.get_device_name(), "torch": torch.__version__}
-    tables = {
-        "products": products,
-        "prompts": prompts,
-        "attention": attention,
-        "delta nets": delta_nets,
-        "draws": draws,
-    }
     with reporting(given.output, "kernels", about, say, "cuda") as report, torch.inference_mode():
-        for table, rows in tables.items():
-            for row in rows(64 if given.tiny else 1):
-                say(f"{table}: {report.add(table, row)}")
+        for name in given.tables:
+            for row in tables[name](64 if given.tiny else 1):
+                say(f"{name}: {report.add(name.replace('_', ' '), row)}")
     print(report.markdown)
 
 
@@ -132,15 +127,15 @@ def prompts(less: int) -> Iterator[Row]:
 
 
 def attention(less: int) -> Iterator[Row]:
-    """Time the attention of trees behind prefixes of equal and of mixed lengths."""
+    """Time the attention of trees behind prefixes of equal and of mixed lengths; PyTorch's would pad them."""
     for given in ([500], [8000], [500] * 16, [4000] * 16, [1000] * 64, [3000] * 32, [64_000, *[1000] * 31]):
         lengths = [length // less for length in given][: 64 if less == 1 else 3]
         step = trees_behind(np.array(lengths), 16)
         q = normal(len(step.slot_N), 32, 128)
         kv = normal(16 * (1 + int(step.page_table_BP.max())), 2, 8, 128)
-        plans = [k.plan(step, 16, group_size=4, kv_heads=8, dtype=q.dtype, device="cuda") for k in SETS]
-        calls = [partial(k.tree_attention, q, kv, p, 128**-0.5) for k, p in zip(SETS, plans, strict=True)]
-        yield timed(f"{len(lengths)} requests behind {lengths[0]}, then {lengths[-1]}", TWINS, calls, less)
+        plan = fused.plan(step, 16, group_size=4, kv_heads=8, dtype=q.dtype, device="cuda")
+        calls = [partial(fused.tree_attention, q, kv, plan, 128**-0.5)]
+        yield timed(f"{len(lengths)} requests behind {lengths[0]}, then {lengths[-1]}", TWINS[1:], calls, less)
 
 
 def delta_nets(less: int) -> Iterator[Row]:
