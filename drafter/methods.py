@@ -25,7 +25,9 @@ from drafter.proposers.eagle import FcHead
 from drafter.proposers.eagle3 import Eagle3Head, PEagleHead
 from drafter.proposers.feature_head import DraftHead, FeatureHead
 from drafter.proposers.ngram import MatchLengths, NgramProposer
-from drafter.proposers.one_pass import OnePassHead, OnePassProposer, ScratchPages, block_tree_graphs
+from drafter.proposers.one_pass import OnePassHead, OnePassProposer, ScratchPages, block_growth, block_tree_graphs
+from drafter.tree.block_growth import BlockGrowth
+from drafter.tree.tree_graphs import BlockTreeGraphs
 from drafter.workspace import draft_workspace, pass_depth
 from workers.comm.groups import World
 from workers.config import DraftConfig
@@ -127,11 +129,14 @@ def _one_pass_proposer(head: OnePassHead, world: World, specs: Specs, kernels: K
     num_scratch = config.max_num_seqs * scratch.per_request * config.page_size
     kv = head.new_kv_pool(num_slots + num_scratch, kv_type)
     graphs = head_graphs(head, kv, config, scratch.per_request) if _has_graphs(world, kernels) else None
-    tree_graphs = None
+    assert specs.draft is not None and config.draft is not None
+    leaves = specs.draft.has_marginals
+    trees: BlockTreeGraphs | BlockGrowth | None = None
     if _has_tree_graphs(world, kernels):
-        assert specs.draft is not None
-        tree_graphs = block_tree_graphs(head, config, has_leaf_siblings=specs.draft.has_marginals)
-    return OnePassProposer(head, kv, config.page_size, scratch, graphs, tree_graphs)
+        trees = block_tree_graphs(head, config, has_leaf_siblings=leaves)
+    elif world.device.type == "cpu" and world.tp.size == 1 and head.is_bilinear:
+        trees = block_growth(head, config.draft.tree, has_leaf_siblings=leaves)
+    return OnePassProposer(head, kv, config.page_size, scratch, graphs, trees)
 
 
 _LOADERS: dict[str, Callable[[World, DraftConfig, Specs, Kernels], Proposer]] = {

@@ -21,11 +21,13 @@ from drafter.learning.learner import Learner
 from drafter.methods import load_another_head, load_proposer
 from drafter.proposers.base import HeadProposer
 from drafter.tree.policy import make_tree_policy
+from drafter.tree.tree_graphs import TreeGraphs
 from workers.comm import groups
 from workers.comm.channel import Received, naming_lost_peers
 from workers.comm.groups import World
 from workers.comm.wire import Kind
 from workers.config import DraftConfig, EngineConfig
+from workers.cuda_graphs import Graphs
 from workers.gc_freeze import freeze_start_up
 from workers.kernels.select import TORCH, kernels_for
 from workers.models.draft_methods import method_of
@@ -59,7 +61,7 @@ def run(
     proposer = load_proposer(world, specs, kernels)
     report: dict[str, str | int] = {}
     for graphs in (proposer.graphs, proposer.tree_graphs):
-        if graphs is not None:
+        if isinstance(graphs, Graphs | TreeGraphs):
             report |= graphs.report
             logger.info("%s: captured CUDA graphs: %s", world.role, graphs.report)
     grammars = Grammars(
@@ -89,7 +91,7 @@ def run(
     if isinstance(proposer, HeadProposer):
         heads = HeadLoader(world, partial(load_another_head, world, specs, kernels), proposer.take)
         learner = _learner(config.draft, specs, proposer)
-    _serve(world, drafter, heads, learner, has_noise=is_model and proposer.tree_graphs is None)
+    _serve(world, drafter, heads, learner, has_noise=is_model and not isinstance(proposer.tree_graphs, TreeGraphs))
     if proposer.graphs is not None:
         proposer.graphs.release()
     groups.leave()

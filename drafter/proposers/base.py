@@ -80,8 +80,6 @@ Head = TypeVar("Head", bound=DraftHead)
 class HeadProposer(Generic[Head]):
     """A head that reads the target's features, and its passes. graphs: see `head_graphs`; None = eager execution."""
 
-    tree_graphs: TreeGraphs | None = None
-
     def __init__(self, head: Head, kv: KVPool, page_size: int, graphs: Graphs | None) -> None:
         self.vocab = head.vocab
         self.width = head.width  # of the features
@@ -93,7 +91,7 @@ class HeadProposer(Generic[Head]):
 
         Raises ValueError.
         """
-        replace_weights(self._head, head, in_place=self.graphs is not None or self.tree_graphs is not None)
+        replace_weights(self._head, head, in_place=self.graphs is not None)
 
     def embed(self, token_N: Tensor) -> Tensor:
         """Return the head's input embeddings of target tokens [N, H]."""

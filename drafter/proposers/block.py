@@ -31,7 +31,7 @@ from workers.models.block_format import canonical_name
 from workers.models.checkpoint import Weights
 from workers.models.decoder import DecoderLayer
 from workers.models.fusion import BLOCK_TENSORS
-from workers.models.layers import RankWeights, VocabHead, check_shape, gather_vocab
+from workers.models.layers import RankWeights, VocabHead, check_shape, gather_vocab, shard_vocab
 from workers.models.specs import BlockSpec
 from workers.types import AttentionMetadata
 
@@ -40,7 +40,8 @@ class MarkovHead(NamedTuple):
     """The bias that a token puts on the logits of its child; this rank's columns of it."""
 
     w1_Vr: Tensor  # by target ids, on every rank
-    w2: VocabHead
+    w2_Wr: Tensor
+    w2: VocabHead  # the same, as it multiplies
     gate: Linear | None  # H + r -> r
 
     @staticmethod
@@ -54,8 +55,9 @@ class MarkovHead(NamedTuple):
         gate = None
         if spec.is_gated:
             gate = Linear(weights.get(f"{prefix}gate_proj.weight"), weights.get(f"{prefix}gate_proj.bias"))
-        w2 = VocabHead.load(weights, f"{prefix}markov_w2.weight", spec.draft_vocab_size, weights.tp)
-        return MarkovHead(weights.get(f"{prefix}markov_w1.weight"), w2, gate)
+        start, end, width = shard_vocab(spec.draft_vocab_size, weights.tp)
+        w2_Wr = weights.get_range(f"{prefix}markov_w2.weight", 0, start, end)
+        return MarkovHead(weights.get(f"{prefix}markov_w1.weight"), w2_Wr, VocabHead(w2_Wr, start, width), gate)
 
     def bias(self, token_F: Tensor, block: Block, request_F: Tensor, depth: int | Tensor) -> Tensor:
         """Return the biases float32 [F, W] of the children of these tokens."""
@@ -86,6 +88,8 @@ class BlockHead(OnePassHead):
         self._final_norm_H = weights.get("norm.weight")
         self._head = head = load_vocab_head(weights, target, layers, spec.draft_vocab_size, target_ids)
         self._markov = MarkovHead.load(weights, spec)
+        if self._markov is not None:
+            self.factors, self.is_bilinear = (self._markov.w1_Vr, self._markov.w2_Wr), self._markov.gate is None
         column_of_V = self.vocab.columns.column_of_V
         mask = spec.mask_token_id if column_of_V is None else int(column_of_V[spec.mask_token_id])
         self.feature_1H = self._embedding_VH.new_zeros(1, layers.hidden_size)

@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,10 +23,11 @@ from torch import Tensor
 
 from drafter.proposers.base import HeadProposer, fed_attention, fed_slots
 from drafter.proposers.feature_head import DraftHead
+from drafter.tree.block_growth import CANDIDATES, BlockGrowth
 from drafter.tree.frontier import Frontier, TreeRoots
 from drafter.tree.tree_graphs import BlockTreeGraphs
 from drafter.workspace import scratch_pages
-from workers.config import EngineConfig
+from workers.config import EngineConfig, TreeConfig
 from workers.cuda_graphs import MAX_ROWS, Graphs
 from workers.kv_cache import KVPool
 from workers.transfer import all_to_device, to_device
@@ -48,6 +49,8 @@ class OnePassHead(DraftHead):
 
     depth: tokens that a pass drafts, D. num_behind: rows of a block, S. mask_token_id, feature_1H: what they read.
     is_context: of a fed row only keys and values are kept, so that a block begins with a row of the newest token.
+    factors: W1 [target vocabulary, r] and W2 [this rank's columns, r] of what `children` adds for a token.
+    is_bilinear: it adds nothing else.
     """
 
     depth: int
@@ -55,6 +58,8 @@ class OnePassHead(DraftHead):
     mask_token_id: int
     feature_1H: Tensor
     is_context: bool = False
+    factors: tuple[Tensor, Tensor] | None = None
+    is_bilinear: bool = True
 
     @abstractmethod
     def block(self, hidden_GDH: Tensor) -> Block:
@@ -104,10 +109,10 @@ class OnePassProposer(HeadProposer[OnePassHead]):
         page_size: int,
         scratch: ScratchPages,
         graphs: Graphs | None = None,
-        tree_graphs: BlockTreeGraphs | None = None,
+        tree_graphs: BlockTreeGraphs | BlockGrowth | None = None,
     ) -> None:
         super().__init__(head, kv, page_size, graphs)
-        self.tree_graphs: BlockTreeGraphs | None = tree_graphs
+        self.tree_graphs: BlockTreeGraphs | BlockGrowth | None = tree_graphs
         self._scratch = scratch
         self._read_feature()
         self._block: Block
@@ -191,17 +196,36 @@ class OnePassProposer(HeadProposer[OnePassHead]):
         return ends_B, self._run(torch.from_numpy(token_N), features_NH, position_N, attention)
 
 
+def block_growth(
+    head: OnePassHead, tree: TreeConfig, *, has_leaf_siblings: bool, num_candidates: int = CANDIDATES
+) -> BlockGrowth:
+    """Return the growth of whole trees on the host from a head's pass; its bias must be bilinear."""
+    return BlockGrowth(
+        _children_of(head),
+        lambda: head.factors,
+        head.vocab,
+        tree,
+        has_leaf_siblings=has_leaf_siblings,
+        num_candidates=num_candidates,
+    )
+
+
+def _children_of(head: OnePassHead) -> Callable[[Tensor, Tensor, Tensor, Any, Tensor], Tensor]:
+    def children(
+        hidden_BDH: Tensor, base_BDV: Tensor, request_F: Tensor, depth: int | Tensor, token_F: Tensor
+    ) -> Tensor:
+        return head.children(Block(hidden_BDH, base_BDV), request_F, depth, token_F)
+
+    return children
+
+
 def block_tree_graphs(
     head: OnePassHead, config: EngineConfig, *, has_leaf_siblings: bool, is_captured: bool = True
 ) -> BlockTreeGraphs:
     """Capture the growth of whole trees from a head's pass."""
-
-    def children(hidden_BDH: Tensor, base_BDV: Tensor, request_F: Tensor, depth_F: Tensor, token_F: Tensor) -> Tensor:
-        return head.children(Block(hidden_BDH, base_BDV), request_F, depth_F, token_F)
-
     hidden_1H = torch.zeros(1, head.width, dtype=head.dtype, device=head.device)
     return BlockTreeGraphs(
-        children,
+        _children_of(head),
         hidden_1H,
         head.vocab,
         head.kernels,

@@ -51,7 +51,6 @@ from drafter.tree.pack import cut, pack_probs, pack_trees, prune
 from drafter.tree.policy import DynamicTreePolicy, TreePolicy
 from drafter.tree.score import score
 from drafter.tree.trace import trace_trees
-from drafter.tree.tree_graphs import TreeGraphs
 from workers.kernels.select import TORCH, Kernels
 from workers.sampling.grammar import Grammars
 from workers.sampling.grammar_masks import grammar_masks
@@ -63,13 +62,25 @@ from workers.transfer import to_device
 from workers.types import DraftProbs, DraftReply, TreeBatch, TreeTrace
 
 
+class WholeTrees(Protocol):
+    """Grows all levels of the trees at once."""
+
+    def __call__(self, trees: TreeRequests) -> UnprunedTrees | None:
+        """Grow the trees; None = they are expanded level by level."""
+        ...
+
+    def learn(self, kept: TreeNodes, cost_model: TreeCostModel) -> None:
+        """Learn from what the cost model kept of them how large the next ones may be."""
+        ...
+
+
 class DraftDistributions(Protocol):
     """A draft model, as far as trees are grown from it; see `drafter.proposers.base.Proposer`."""
 
     vocab: DraftVocabulary
 
     @property
-    def tree_graphs(self) -> TreeGraphs | None:
+    def tree_graphs(self) -> WholeTrees | None:
         """Grow all levels of the trees at once; None = they are expanded level by level."""
         ...
 
@@ -118,15 +129,15 @@ def grow(
         grammars: required if a request has a grammar.
     """
     cost_model = TreeCostModel(trees.costs) if trees.costs is not None else None
-    grown, graphs = None, model.tree_graphs
-    if graphs is not None and _only_penalize(trees.logits_states):
-        grown = graphs(trees)
+    grown, whole = None, model.tree_graphs
+    if whole is not None and _only_penalize(trees.logits_states):
+        grown = whole(trees)
     if grown is None:
-        graphs = None
+        whole = None
         read = roots() if callable(roots) else roots
         constraints = _PathConstraints(trees.logits_states, model.vocab, grammars)
         grown = _by_level(trees, read, model, policy, cost_model, kernels, constraints)
-    return _finish(grown, trees, cost_model, graphs)
+    return _finish(grown, trees, cost_model, whole)
 
 
 def _by_level(
@@ -187,11 +198,11 @@ def _by_level(
 
 
 def _finish(
-    grown: UnprunedTrees, asked: TreeRequests, cost_model: TreeCostModel | None, graphs: TreeGraphs | None
+    grown: UnprunedTrees, asked: TreeRequests, cost_model: TreeCostModel | None, whole: WholeTrees | None
 ) -> GrownTrees:
     """Prune by thresholds what has not been, cut the trees under `auto`, then pack all of them.
 
-    graphs: have grown them; None = level by level.
+    whole: has grown them; None = level by level.
     """
     nodes, sampled, pruned_BD, num_levels, num_run, kept_out = grown
     nodes, removed, failed = prune(nodes, asked.limits)
@@ -201,8 +212,8 @@ def _finish(
         is_kept_N = cut(nodes, asked.limits, cost_model, cost_model.draft_ms(num_levels, num_run))
         np.add.at(pruned_BD, (nodes.request_N[~is_kept_N], nodes.depth_N[~is_kept_N] - 1), 1)
         kept = nodes.rows(is_kept_N)
-        if graphs is not None:
-            graphs.learn(kept, cost_model)
+        if whole is not None:
+            whole.learn(kept, cost_model)
     trees = pack_trees(kept, len(pruned_BD))
     trace = None if asked.traced_B is None else trace_trees(nodes, is_kept_N, [*kept_out, failed], asked.traced_B)
     return GrownTrees(trees, pack_probs(sampled, trees), pruned_BD, num_levels, num_run, trace)

@@ -5,7 +5,7 @@ The proposer is fed as the engine feeds it (scattered pages, chunks, two request
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from drafter.drafter import Drafter, warm_up_requests
 from drafter.proposers.base import head_graphs
-from drafter.proposers.one_pass import OnePassProposer, ScratchPages, block_tree_graphs
+from drafter.proposers.one_pass import OnePassProposer, ScratchPages, block_growth, block_tree_graphs
 from drafter.tree.frontier import Frontier
 from drafter.tree.policy import make_tree_policy
 from tests.support import checkpoints
 from tests.support.oracles import paths_of
 from tests.support.plain_block import PlainBlock
-from workers.config import DraftConfig, EngineConfig, TreeConfig
+from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.models.block_format import read_block_spec
 from workers.models.config_json import read_config
 from workers.models.draft_methods import METHODS, read_draft_spec
@@ -220,6 +220,54 @@ def test_trees_grown_on_a_device_equal_those_grown_level_by_level(tmp_path: Path
                 torch.testing.assert_close(getattr(got.trees, field), getattr(expected.trees, field), atol=1e-4, rtol=0)
             assert len(got.trees.token_N) > 5
             assert has_leaf_siblings(got.trees) or not has_leaves
+
+
+def grown_both_ways(
+    tmp_path: Path, target: Path, name: str, num_candidates: int, nodes: int, temperatures: tuple[float, float]
+) -> Iterator[tuple[TreeBatch, TreeBatch]]:
+    """Yield the trees of 20 messages, grown level by level and on the host at once."""
+    path = checkpoints.write_block(tmp_path, **HEADS[name])
+    by_level, at_once = (proposer_of(path, target, num_pages=40, page_size=16) for _ in range(2))
+    has_leaves, head = "DFlash" in name, at_once._head
+    tree = TreeConfig(num_speculative_tokens=nodes, max_depth=5, max_children=3, prune=PruneConfig(auto=True))
+    at_once.tree_graphs = block_growth(head, tree, has_leaf_siblings=has_leaves, num_candidates=num_candidates)
+    at_once.expand = None  # type: ignore[assignment, method-assign]
+    from tests.drafter.tree.test_tree_graphs import message
+
+    policy, generator = make_tree_policy(tree, has_leaf_siblings=has_leaves), torch.Generator().manual_seed(5)
+    for seed in range(20):
+        asked = message({0: (4, nodes, 5), 1: (9, nodes - 1, 4)}, [1, 1], head.width, generator, "cpu")
+        sampling = SamplingBatch.stack([SamplingSettings(temperature=t, seed=seed) for t in temperatures])
+        empty = torch.zeros(0, dtype=torch.uint8)
+        asked = replace(asked, token_M=asked.token_M % 96, sampling=sampling, constraints_U=empty)
+        expected, got = (Drafter(proposer, policy).draft(asked).trees for proposer in (by_level, at_once))
+        yield expected, got
+
+
+def weights_of(trees: TreeBatch) -> dict[tuple[int, ...], float]:
+    """Return each node's weight by the number of its tree and the tokens from the root to it."""
+    paths = [(request, *path) for request in range(2) for path in paths_of(trees, request)]
+    return dict(zip(paths, trees.weight_N.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["DSpark of DeepSpec", "DSpark of speculators", "DFlash of z-lab"])
+def test_trees_grown_on_the_host_at_once_equal_those_grown_level_by_level(
+    tmp_path: Path, target: Path, name: str
+) -> None:
+    """With every token a candidate."""
+    for expected, got in grown_both_ways(tmp_path, target, name, 96, 14, (0.0, 1.0)):
+        assert weights_of(got) == pytest.approx(weights_of(expected), abs=1e-4)
+        assert len(got.token_N) > 20
+        assert (got.depth_N.diff()[got.parent_N[1:] >= 0] >= 0).all(), "rows are not breadth-first"
+
+
+def test_few_candidates_change_little(tmp_path: Path, target: Path) -> None:
+    """The biases of this head are as large as its logits; those of trained ones are far smaller."""
+    shared = [
+        len(weights_of(expected).keys() & weights_of(got).keys()) / len(expected.token_N)
+        for expected, got in grown_both_ways(tmp_path, target, "DSpark of DeepSpec", 48, 8, (0.0, 0.7))
+    ]
+    assert 0.5 < sum(shared) / len(shared) < 1
 
 
 @pytest.mark.parametrize("name", ["DSpark of DeepSpec", "DFlash of z-lab"])
