@@ -471,7 +471,7 @@ class SpeculativeSettings(Settings):
     draft_link: Literal["auto", "nccl", "host"] = "auto"
     """How messages travel between dedicated GPUs: over NCCL, or through host memory, where NCCL cannot run. 'auto'
     sends features over NCCL, and the rest as timed at start-up; where NCCL does not connect them, all through the host.
-    On CPUs and a shared GPU it is always 'host'."""
+    On CPUs it is always 'host'; on a shared GPU NCCL cannot run, and features stay on it unless this is 'host'."""
     draft_fallback: bool = True
     """If the drafter dies, go on without drafts and start another one; False = replace the whole engine."""
     prompt_lookup_max: PositiveInt | None = None

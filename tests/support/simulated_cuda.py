@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.support.kernel_twins import TWINS
+from workers.comm import lent_memory
 from workers.pulse import PULSE
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -354,6 +356,8 @@ def simulated_cuda() -> Iterator[SimulatedCuda]:
         "torch.cuda.stream": lambda stream: nullcontext(),
         "torch.cuda.CUDAGraph": type("CUDAGraph", (Graph,), {"__init__": lambda graph: Graph.__init__(graph, cuda)}),
         "torch.cuda.graph": cuda.capture,
+        f"{lent_memory.__name__}.lend": _lend,
+        f"{lent_memory.__name__}.borrow": _borrow,
     }
     # The functions that a device as a context changes. torch lists them once: before one of them is replaced.
     _device_constructors()
@@ -365,6 +369,24 @@ def simulated_cuda() -> Iterator[SimulatedCuda]:
         stack.enter_context(torch.inference_mode())
         stack.enter_context(cuda)
         yield cuda
+
+
+def _lend(num_bytes: int, where: torch.device) -> tuple[Tensor, str]:
+    """Stand for memory that another process on the device can open: it is a file's."""
+    descriptor, name = tempfile.mkstemp()
+    os.close(descriptor)
+    return _mapped(name, num_bytes), name
+
+
+def _borrow(name: str, where: torch.device) -> Tensor:
+    borrowed = _mapped(name, os.path.getsize(name))
+    os.unlink(name)
+    return borrowed
+
+
+def _mapped(name: str, num_bytes: int) -> Tensor:
+    with _disable_current_modes():
+        return OnDevice(torch.from_file(name, shared=True, size=num_bytes, dtype=torch.uint8))
 
 
 def _memory(value: Any) -> Any:

@@ -2,8 +2,8 @@
 
 A frame is the header [kind, step, meta bytes, bulk bytes] and a body of meta and bulk bytes. What starts on the CPU
 travels over the host link, or over gloo between the ranks of a side; what is for the device travels over NCCL from one
-device buffer (see `DevicePart`). Nothing is pickled. Each direction has buffers of its own, which are reused and never
-shrink.
+device buffer (see `DevicePart`), or within a device that both ends share (`workers.comm.lent_memory`). Nothing is
+pickled. Each direction has buffers of its own, which are reused and never shrink.
 
 If a peer dies, or is silent for longer than this process's timeout, the channel raises PeerLost, which names the peer
 (see "Lost ranks" in `workers/README.md`). An idle sender sends heartbeats, so silence means a failure.
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from workers.comm import wire
 from workers.comm.host_link import HostLink, LinkOffer
+from workers.comm.lent_memory import LentMemory
 from workers.comm.wire import EMPTY, Kind, Message, Packed
 from workers.pulse import PULSE
 
@@ -186,7 +187,7 @@ class Channel:
         meta_bytes, bulk_bytes = packed.meta.numel(), packed.bulk.numel()
         in_host, in_device = self._split(meta_bytes, bulk_bytes)
         size, buffers = _HEADER_BYTES + in_host, self._sent
-        buffers.reserve(size, in_device)
+        buffers.reserve(size, 0)
         header = torch.tensor([packed.kind, step, meta_bytes, bulk_bytes], dtype=torch.int64)
         buffers.host[:_HEADER_BYTES] = header.view(torch.uint8)
         body = buffers.host[_HEADER_BYTES:size]
@@ -202,11 +203,13 @@ class Channel:
             self._move(self._host_transport.put, buffers.host[first:size])
         if in_device:
             assert self._device_transport is not None
-            on_device = buffers.device[:in_device]
-            # Copies to a device need not complete here, see `workers.transfer`; copies from a device must.
+            on_device = packed.bulk
             if in_device > bulk_bytes:
+                buffers.reserve(0, in_device)
+                on_device = buffers.device[:in_device]
+                # Copies to a device need not complete here, see `workers.transfer`; copies from a device must.
                 on_device[:meta_bytes].copy_(packed.meta, non_blocking=True)
-            on_device[in_device - bulk_bytes :].copy_(packed.bulk, non_blocking=True)
+                on_device[meta_bytes:].copy_(packed.bulk, non_blocking=True)
             self._move(self._device_transport.put, on_device)
 
     def _split(self, meta_bytes: int, bulk_bytes: int) -> tuple[int, int]:
@@ -230,22 +233,32 @@ class Channel:
             raise PeerLost(f"{self._me} lost {self._peer} {when}: {error}") from error
 
 
-def link_through_host(host: HostLink, *, me: str, peer: str) -> Channel:
-    """Open a channel in both directions through host memory; the protocol defines whose turn it is."""
-    return Channel(me=me, peer=peer, host=Transport(host.put, host.take, wait=host.has_bytes), first_bytes=None)
+def link_through_host(host: HostLink, *, me: str, peer: str, shared: torch.device | None = None) -> Channel:
+    """Open a channel in both directions through host memory; the protocol defines whose turn it is.
+
+    shared: the device of both ends, within which features travel; None = there is none.
+    """
+    through_host = Transport(host.put, host.take, wait=host.has_bytes)
+    if shared is None:
+        return Channel(me=me, peer=peer, host=through_host, first_bytes=None)
+    lent = LentMemory(host, shared)
+    return Channel(
+        me=me, peer=peer, host=through_host, first_bytes=None,
+        device_part=DevicePart.BULK, device=Transport(lent.put, lent.take), where=shared,
+    )  # fmt: skip
 
 
 class ChannelOffer:
-    """A link offered to a peer, as a channel once the peer has connected."""
+    """A link offered to a peer, as a channel once the peer has connected. shared: see `link_through_host`."""
 
-    def __init__(self, offer: LinkOffer, *, me: str, peer: str) -> None:
+    def __init__(self, offer: LinkOffer, *, me: str, peer: str, shared: torch.device | None = None) -> None:
         self.address = offer.address
-        self._offer, self._me, self._peer = offer, me, peer
+        self._offer, self._open = offer, partial(link_through_host, me=me, peer=peer, shared=shared)
 
     def accepted(self) -> Channel | None:
         """Return the channel if the peer has connected; None if it has not. Never waits. Call it until it does."""
         link = self._offer.accepted()
-        return None if link is None else link_through_host(link, me=self._me, peer=self._peer)
+        return None if link is None else self._open(link)
 
     def close(self) -> None:
         """Withdraw the offer."""

@@ -128,12 +128,14 @@ class World:
     def offer_link(self) -> ChannelOffer:
         """Offer a link to the successor of a lost drafter. On verifier 0."""
         offer = LinkOffer(self.host, self.config.reply_timeout_s, spin_s=_spin_s(self.config))
-        return ChannelOffer(offer, me=self.role, peer=self.config.role_of(self.config.tensor_parallel_size))
+        peer, shared = self.config.role_of(self.config.tensor_parallel_size), _shared(self.config, self.device)
+        return ChannelOffer(offer, me=self.role, peer=peer, shared=shared)
 
     def connected(self, address: str) -> World:
         """Return this world with a link to verifier 0, which offers it at `address`. On a drafter's first rank."""
         link = connect(address, self.config.idle_timeout_s, spin_s=_spin_s(self.config))
-        return replace(self, link=link_through_host(link, me=self.role, peer=self.config.role_of(0)))
+        shared = _shared(self.config, self.device)
+        return replace(self, link=link_through_host(link, me=self.role, peer=self.config.role_of(0), shared=shared))
 
 
 class RendezvousStore(dist.TCPStore):
@@ -197,7 +199,8 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
         timeouts += _step_timeouts(config, through_host, link_group, leads=rank == 0)
         peer_rank = size if rank == 0 else 0
         if link_group is None:
-            to_peer = link_through_host(through_host, me=config.role_of(rank), peer=config.role_of(peer_rank))
+            me, peer = config.role_of(rank), config.role_of(peer_rank)
+            to_peer = link_through_host(through_host, me=me, peer=peer, shared=_shared(config, device))
         else:
             to_peer = _device_link(config, rank, peer_rank, through_host, link_group, device)
     return World(
@@ -287,6 +290,13 @@ def _host_link(config: EngineConfig, rank: int, store: dist.Store, host: str) ->
         store.set(_LINK_KEY, offer.address)
         return offer.wait()
     return connect(store.get(_LINK_KEY).decode(), timeout_s, spin_s=spin_s)
+
+
+def _shared(config: EngineConfig, device: torch.device) -> torch.device | None:
+    """Return the GPU that verifier 0 and drafter 0 share, within which features travel unless the host is asked for."""
+    if config.draft is None or config.draft.link == "host" or device.type != "cuda":
+        return None
+    return device if config.tensor_parallel_size in config.ranks_on_device_of(0) else None
 
 
 def _spin_s(config: EngineConfig) -> float:

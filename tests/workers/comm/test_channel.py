@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.fakes import in_processes
-from workers.comm.channel import DevicePart, PeerLost, faster_link, link_between_devices, link_through_host
+from tests.support.simulated_cuda import simulated_cuda
+from workers.comm import lent_memory
+from workers.comm.channel import Channel, DevicePart, PeerLost, faster_link, link_between_devices, link_through_host
 from workers.comm.groups import World
 from workers.comm.host_link import HostLink, LinkOffer, connect
 from workers.comm.wire import Kind
@@ -129,14 +131,7 @@ def exchange(world: World) -> str:
 
 def exchange_between_devices(world: World) -> str:
     """As `exchange`, with gloo in NCCL's place, by every way that a message can be split."""
-    me, peer = world.role, world.config.role_of(1 - world.rank)
-    store = dist.distributed_c10d._get_default_store()
-    if world.rank == 0:
-        offer = LinkOffer("127.0.0.1", 20.0, 20.0)
-        store.set("a link", offer.address)
-        host = offer.wait()
-    else:
-        host = connect(store.get("a link").decode(), 20.0)
+    host, me, peer = host_link(world), world.role, world.config.role_of(1 - world.rank)
     links = {
         part: link_between_devices(
             host, dist.group.WORLD, 1 - world.rank, me=me, peer=peer, device_part=part, where=torch.device("cpu")
@@ -153,6 +148,81 @@ def exchange_between_devices(world: World) -> str:
                 channel.send(draft_reply(rows / 1000), step)
                 assert_same(asked, draft_request(rows, width))
     return faster_link(links, host, leads=world.rank == 0).value
+
+
+def host_link(world: World) -> HostLink:
+    """Connect the two ranks by a link of their own."""
+    store = dist.distributed_c10d._get_default_store()
+    if world.rank == 1:
+        return connect(store.get("a link").decode(), 20.0)
+    offer = LinkOffer("127.0.0.1", 20.0, 20.0)
+    store.set("a link", offer.address)
+    return offer.wait()
+
+
+def shared_link(world: World, host: HostLink) -> Channel:
+    me, peer = world.role, world.config.role_of(1 - world.rank)
+    return link_through_host(host, me=me, peer=peer, shared=torch.device("cuda", 0))
+
+
+def exchange_features(link: Channel, rank: int) -> None:
+    """Verifier 0 sends features that are on a device; some need more memory than those before them."""
+    for step, (rows, width) in enumerate(((3, 8), (3, None), (20000, 32), (63, 16), (150000, 32))):
+        request = draft_request(rows, width)
+        if rank == 0:
+            features = None if width is None else request.features_MH.cuda()
+            link.send(dataclasses.replace(request, features_MH=features), step)
+            assert link.receive().message.seconds == pytest.approx(rows / 1000)
+            continue
+        asked = link.receive().message
+        if width is not None:
+            assert asked.features_MH.is_cuda
+            asked = dataclasses.replace(asked, features_MH=asked.features_MH.cpu())
+        link.send(draft_reply(rows / 1000), step)
+        assert_same(asked, request)
+
+
+def share_a_device(world: World) -> str:
+    with simulated_cuda() as cuda:
+        link = shared_link(world, host_link(world))
+        exchange_features(link, world.rank)
+        from_host = sum(4 * rows * width for rows, width in ((3, 8), (20000, 32), (63, 16), (150000, 32)))
+        assert set(cuda.untold) <= {"tests.workers.comm.test_channel.exchange_features"}
+        sent = cuda.num_bytes_sent - from_host * (world.rank == 0)
+        return f"{sent} bytes from the host"
+
+
+def refuse_a_device(world: World) -> str:
+    """The drafter cannot open the verifier's memory, as in a container of its own."""
+
+    def cannot(*_: object) -> None:
+        raise RuntimeError("invalid device context")
+
+    with simulated_cuda() as cuda, pytest.MonkeyPatch.context() as patch:
+        link = shared_link(world, host_link(world))
+        patch.setattr(lent_memory, "borrow", cannot)
+        exchange_features(link, world.rank)
+        return f"{cuda.num_bytes_sent} bytes from the host"
+
+
+def lose_a_drafter_that_borrows(world: World) -> str:
+    """Drafter 0 dies when it has been told of features and has not copied them; it has copied others before."""
+    with simulated_cuda():
+        host = host_link(world)
+        link = shared_link(world, host)
+        for step in (40, 41):
+            if world.rank == 1 and step == 41:
+                host.take(torch.empty(32, dtype=torch.uint8))
+                os._exit(9)
+            request = draft_request(3, 8)
+            if world.rank == 1:
+                link.receive()
+                continue
+            try:
+                link.send(dataclasses.replace(request, features_MH=request.features_MH.cuda()), step)
+            except PeerLost as error:
+                return str(error)
+        return "nothing"
 
 
 def lose_the_drafter(world: World) -> str:
@@ -254,6 +324,22 @@ def test_messages_of_every_size_arrive_on_the_link_and_at_the_peers():
 def test_messages_arrive_however_they_are_split_and_both_ends_choose_one_way():
     said = dict(in_processes(exchange_between_devices, config()))
     assert said[0] == said[1] in ("body", "bulk"), said
+
+
+def test_features_stay_on_a_device_that_both_ends_share():
+    said = dict(in_processes(share_a_device, config()))
+    assert said == {0: "0 bytes from the host", 1: "0 bytes from the host"}
+
+
+def test_features_take_the_host_where_the_device_cannot_be_shared():
+    said = dict(in_processes(refuse_a_device, config()))
+    sizes = 4 * (3 * 8 + 20000 * 32 + 63 * 16 + 150000 * 32)
+    assert said == {0: f"{sizes} bytes from the host", 1: f"{sizes} bytes from the host"}
+
+
+def test_a_drafter_that_dies_before_it_copies_features_is_lost_at_once():
+    said = dict(in_processes(lose_a_drafter_that_borrows, config()))
+    assert said[0].startswith("verifier 0 lost drafter 0 at step 41:"), said[0]
 
 
 def test_a_killed_drafter_is_named_with_the_step_at_once():
