@@ -27,6 +27,7 @@ from tests.support.attention_cases import Batch, trees_behind
 from tests.workers.kernels.test_triton_delta import metadata as delta_step
 from workers.kernels import fused, reference
 from workers.kernels.block_scaled import BlockScaled
+from workers.kernels.prompt_attention import PromptPlan
 from workers.kernels.torch_delta import DeltaWeights, LayerStates
 from workers.settings import SamplingSettings
 from workers.types import AttentionMetadata, SamplingBatch
@@ -98,18 +99,18 @@ def replayed(call: Callable[[], object]) -> Callable[[], None]:
 
 
 def prompts(less: int) -> Iterator[Row]:
-    """Time the attention of a prompt's chunk beside PyTorch's.
+    """Time the attention of a prompt's chunk: PyTorch's, what an engine runs, and our kernel.
 
-    There keys are contiguous, and behind others all rows see all of them.
+    PyTorch's has contiguous keys, and behind others all rows see all of them. An engine's lie on scattered pages.
     """
-    num_rows = 2048 // less
-    for before in (0, 8192 // less, 32_768 // less):
+    for num_rows, before in ((2048, 0), (512, 8192), (2048, 8192), (2048, 32_768)):
+        num_rows, before = num_rows // less, before // less
         total = before + num_rows
         pages = -(-total // 16)
         row_N = np.arange(before, total, dtype=np.int32)
         step = AttentionMetadata(
             query_offsets=np.array([0, num_rows], dtype=np.int32),
-            page_table_BP=np.arange(1, 1 + pages, dtype=np.int32)[None],
+            page_table_BP=1 + np.random.default_rng(1).permutation(pages).astype(np.int32)[None],
             base_B=np.zeros(1, dtype=np.int32),
             slot_N=row_N,
             visible_N=row_N + np.int32(1),
@@ -117,13 +118,14 @@ def prompts(less: int) -> Iterator[Row]:
         )
         q, kv = normal(num_rows, 32, 128), normal(16 * (1 + pages), 2, 8, 128)
         plan = fused.plan(step, 16, group_size=4, kv_heads=8, dtype=q.dtype, device="cuda")
+        tiled = plan.whole if isinstance(plan, PromptPlan) else plan
         k, v = kv[16 : 16 + total].repeat_interleave(4, 2).permute(1, 2, 0, 3)[:, None].contiguous()
         q_1HNd = q.transpose(0, 1)[None].contiguous()
         ways = [
             partial(F.scaled_dot_product_attention, q_1HNd, k, v, is_causal=before == 0),
-            partial(fused.tree_attention, q, kv, plan, 128**-0.5),
+            *(partial(fused.tree_attention, q, kv, p, 128**-0.5) for p in (plan, tiled)),
         ]
-        yield timed(f"{num_rows} rows behind {before}", ("sdpa", "triton"), ways, less)
+        yield timed(f"{num_rows} rows behind {before}", ("sdpa", "engine", "triton"), ways, less)
 
 
 def attention(less: int) -> Iterator[Row]:

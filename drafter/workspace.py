@@ -15,6 +15,7 @@ from workers.workspace import (
     LIBRARY_BYTES,
     PassShape,
     Workspace,
+    chunk_bytes,
     cut_bytes,
     graph_bytes,
     max_message_rows,
@@ -86,7 +87,8 @@ def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
         pages = config.max_num_seqs * scratch_pages(block_size, config.page_size)
         entry = 2 * layers.num_layers * max(1, layers.num_kv_heads // ranks) * layers.head_dim * config.kv_item_bytes
         kept = num_slots * (4 * -(-V // ranks) + H * item) + pages * config.page_size * entry
-    eager_pass = pass_bytes(shape, config, rows) if rows > min(most, MOST_ROWS) else 0
+    of_chunks = chunk_bytes(shape, config, rows)
+    eager_pass = pass_bytes(shape, config, rows) + of_chunks if of_chunks or rows > min(most, MOST_ROWS) else 0
     frontier = config.max_num_seqs * widest_level(tree)
     level = frontier * (V * (item + 4 * _LEVEL_COPIES) + cut_bytes(V) + 8 * V * (ranks > 1))
     return Workspace(

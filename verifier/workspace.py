@@ -12,6 +12,7 @@ from workers.workspace import (
     LIBRARY_BYTES,
     PassShape,
     Workspace,
+    chunk_bytes,
     fold_bytes,
     graph_bytes,
     max_message_rows,
@@ -42,7 +43,8 @@ def target_workspace(config: EngineConfig, spec: ModelSpec, *, num_taps: int = 0
     rows, outputs = max_step_rows(config), (1 + num_taps) * spec.hidden_size
     own = sizes(config) if may_capture(config) and spec.can_be_captured else []
     most = max((size.rows for size in own), default=0)
-    eager_rows = rows if rows > min(most, MOST_ROWS) else 0
+    of_chunks = chunk_bytes(shape, config, rows)
+    eager_rows = rows if of_chunks or rows > min(most, MOST_ROWS) else 0
     features = 2 * spec.hidden_size if state_width else 0
     states = (max_unsorted_states(config) * state_width + max_message_rows(config) * (state_width + features)) * item
     if spec.delta is not None and not may_capture(config):  # Triton's programs have their states in registers
@@ -51,7 +53,9 @@ def target_workspace(config: EngineConfig, spec: ModelSpec, *, num_taps: int = 0
         buffers=graph_bytes(shape, config, own, input_bytes=2 * 4, widths=outputs)
         + (fold_bytes(config) if own and spec.delta else 0),
         captured=pass_bytes(shape, config, most),
-        eager=states + rows * outputs * item + max(logits_bytes(config, spec), pass_bytes(shape, config, eager_rows)),
+        eager=states
+        + rows * outputs * item
+        + max(logits_bytes(config, spec), pass_bytes(shape, config, eager_rows) + of_chunks),
         libraries=LIBRARY_BYTES if config.device == "cuda" else 0,
         seats=states_bytes(config, spec),
     )

@@ -4,7 +4,9 @@ A step is padded to its bucket: its inputs are copied into static buffers, and i
 (`Kernels.plan(into=...)`). The padding rows belong to an additional request whose only page is the null page, where
 they write and which is all they attend to. Rows of different requests never attend to each other, so padding does not
 change the results. A step runs in the smallest bucket that holds its rows and its requests: up to MAX_ROWS rows there
-are buckets for few and for many requests, for larger prompt chunks only for as many as there may be.
+are buckets for few and for many requests, for larger prompt chunks only for as many as there may be. A step with a
+chunk that flash attention takes (`workers.kernels.prompt_attention`) runs without a graph, because its keys' number is
+part of that kernel's launch; it takes longer than its launches do.
 
 Legend: N packed rows, B requests.
 """
@@ -195,7 +197,7 @@ class Graphs:
     run, plan: the forward pass and its attention planner. example: one row of each input on the device, for dtype and
     width. size_of: the smallest bucket for numbers of rows and requests. table_width: pages of the longest request.
     is_captured: False runs the padded steps without graphs, so that tests can show on a CPU that padding changes
-    nothing. recorder: that of graphs which never run at the same time.
+    nothing. recorder: that of graphs which never run at the same time. is_eager: tells steps that run without a graph.
 
     folds: those of a hybrid's accepted rows, for `fold`.
     """
@@ -213,8 +215,9 @@ class Graphs:
         table_width: int,
         is_captured: bool = True,
         recorder: Recorder | None = None,
+        is_eager: Callable[[AttentionMetadata], bool] = lambda metadata: False,
     ) -> None:
-        self._run, self._plan, self._size_of = run, plan, size_of
+        self._run, self._plan, self._size_of, self._is_eager = run, plan, size_of, is_eager
         self._device = example[0].device
         most, self._most_requests = (max(column) for column in zip(*buckets, strict=True))
         self._buffers = [one.new_zeros(most, *one.shape[1:]) for one in example]
@@ -242,7 +245,7 @@ class Graphs:
         """
         num_rows, num_requests = len(metadata.slot_N), len(metadata.base_B)
         size = fitting(self._size_of(num_rows, num_requests), self._buckets, self._most_requests)
-        if size is None:
+        if size is None or self._is_eager(metadata):
             return self._run(self._plan(metadata), *(to_device(given, self._device) for given in inputs_N))
         chosen = self._buckets[size]
         # Padding rows keep the inputs of an earlier step, which are valid tokens.
@@ -296,6 +299,7 @@ def decoder_graphs(decoder: BaseDecoder, kv: KVPool, config: EngineConfig, *, is
         buckets=sizes(config),
         table_width=config.pages_for(config.max_model_len),
         is_captured=is_captured,
+        is_eager=decoder.has_long_chunks,
     )
     if kv.states is not None:
         graphs.folds = _fold_graphs(decoder, kv, config, graphs.recorder, is_captured=is_captured)

@@ -31,6 +31,7 @@ from workers.config import EngineConfig
 from workers.cuda_graphs import Size, fold_sizes
 from workers.kernels.block_scaled import SPLIT_ROWS, num_splits
 from workers.kernels.host import PlanShape, invariant_keys_per_piece
+from workers.kernels.prompt_attention import FEWEST_PAIRS, FEWEST_ROWS
 from workers.models.specs import DeltaSpec, ModelSpec
 
 LIBRARY_BYTES = 2 * (32 << 20)
@@ -194,6 +195,19 @@ def pass_bytes(shape: PassShape, config: EngineConfig, num_rows: int) -> int:
     is_fp8_kv, is_triton = config.kv_cache_dtype == "fp8", may_capture(config)
     items = shape.row_items(config.item_bytes, is_fp8_kv=is_fp8_kv, is_triton=is_triton)
     return num_rows * items * config.item_bytes + 4 * (parts + sums)
+
+
+def chunk_bytes(shape: PassShape, config: EngineConfig, num_rows: int) -> int:
+    """Return what flash attention takes for long chunks of prompts, 0 = a pass of these rows has none.
+
+    That is the keys and values of a request side by side, and queries and results of all rows once more.
+    """
+    if config.device != "cuda" or config.kernels == "torch" or config.item_bytes != 2 or config.batch_invariant:
+        return 0
+    if num_rows < FEWEST_ROWS or num_rows * config.max_model_len < FEWEST_PAIRS:
+        return 0
+    num_bytes = config.item_bytes + (1 if config.kv_cache_dtype == "fp8" else 0)
+    return 2 * config.max_model_len * shape.keys * num_bytes + 2 * num_rows * shape.queries * config.item_bytes
 
 
 def graph_bytes(shape: PassShape, config: EngineConfig, sizes: Sequence[Size], *, input_bytes: int, widths: int) -> int:

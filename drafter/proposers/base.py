@@ -185,6 +185,7 @@ def head_graphs(
         buckets=sizes(config),
         table_width=config.pages_for(config.max_model_len) + num_more_pages,
         is_captured=is_captured,
+        is_eager=head.has_long_chunks,
     )
 
 

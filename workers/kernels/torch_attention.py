@@ -327,14 +327,14 @@ def _plan_group(
     is_plain = is_plain and metadata.query_offsets[members[-1] + 1] - first == B * R
     group = RowGroup(
         rows=slice(first, first + B * R) if is_plain else to_device(row_BR.reshape(-1), device),
-        slots=_one_run(slots_BS) or to_device(slots_BS.reshape(-1), device),
+        slots=one_run(slots_BS) or to_device(slots_BS.reshape(-1), device),
         shape=(B, R, S),
         masks=masks,
     )
     return group, row_BR.reshape(-1)
 
 
-def _one_run(slots_BS: np.ndarray) -> slice | None:
+def one_run(slots_BS: np.ndarray) -> slice | None:
     """Return the slots as a slice if they are consecutive, as the pages of a single request often are."""
     slots = slots_BS.reshape(-1)
     if slots[-1] - slots[0] != len(slots) - 1 or not (slots[1:] - slots[:-1] == 1).all():

@@ -42,6 +42,7 @@ from torch import Tensor
 
 from workers.kernels.host import BITS, KEYS_PER_BLOCK, PlanShape, bits_of, keys_N, paths_of, power_of_2
 from workers.kernels.interpreted import is_interpreted
+from workers.kernels.prompt_attention import PromptPlan, is_flash_width, long_chunks
 from workers.transfer import to_device
 from workers.types import AttentionMetadata
 
@@ -210,14 +211,14 @@ def plan(
     device: torch.device | str = "cpu",
     into: TiledPlan | None = None,
     keys_per_piece: int | None = None,
-) -> TiledPlan:
+) -> TiledPlan | PromptPlan:
     """See `workers.kernels.select.Kernels.plan`. keys_per_piece: see `PlanShape`; then results are batch-invariant."""
-    num_rows, (num_requests, table_width) = len(metadata.slot_N), metadata.page_table_BP.shape
-    if into is None:
+
+    def tiled(step: AttentionMetadata) -> TiledPlan:
         shape = PlanShape(
-            num_rows=num_rows,
-            num_requests=num_requests,
-            table_width=table_width,
+            num_rows=len(step.slot_N),
+            num_requests=len(step.base_B),
+            table_width=step.page_table_BP.shape[1],
             page_size=page_size,
             group_size=group_size,
             kv_heads=kv_heads,
@@ -225,8 +226,17 @@ def plan(
             is_float32=dtype == torch.float32,
             keys_per_piece=keys_per_piece,
         )
-        into = TiledPlan(shape, device)
-    room = into.shape
+        made = TiledPlan(shape, device)
+        made.fill(step, first_slot)
+        return made
+
+    if into is None:
+        chunks = long_chunks(metadata, first_slot, dtype, device) if keys_per_piece is None and None in windows else []
+        if chunks:
+            return PromptPlan(metadata, page_size, chunks, first_slot=first_slot, device=device, tiled=tiled)
+        return tiled(metadata)
+    room, (num_requests, table_width) = into.shape, metadata.page_table_BP.shape
+    num_rows = len(metadata.slot_N)
     assert (room.num_rows, room.num_requests) == (num_rows, num_requests) and room.table_width >= table_width, (
         f"a plan for {room} cannot be filled for {num_rows} rows of {num_requests} requests and {table_width} pages"
     )
@@ -237,13 +247,17 @@ def plan(
 def tree_attention(
     q_NHd: Tensor,
     kv_slots: Tensor,
-    plan: TiledPlan,
+    plan: TiledPlan | PromptPlan,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sink_H: Tensor | None = None,
 ) -> Tensor:
     """See `workers.kernels.select.Kernels.tree_attention`. A row that attends to nothing gets 0."""
+    if isinstance(plan, PromptPlan):
+        if window is None and softcap is None and sink_H is None and is_flash_width(q_NHd.shape[2]):
+            return plan.attend(q_NHd, kv_slots, scale, tree_attention)
+        return tree_attention(q_NHd, kv_slots, plan.whole, scale, window, softcap, sink_H)
     shape = plan.shape
     N, num_heads, d = q_NHd.shape
     H = kv_slots.shape[2]

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from workers.kernels.prompt_attention import is_flash_width, long_chunks
 from workers.kernels.select import TORCH, AttentionPlan, DeltaPlan
 from workers.kernels.torch_delta import chains
 from workers.kv_cache import KVPool, StatePool
@@ -54,6 +55,14 @@ class PagedModel:
             device=self.device,
             into=into,
         )
+
+    def has_long_chunks(self, metadata: AttentionMetadata) -> bool:
+        """Return whether flash attention takes some of a step's rows, if it is not run from a graph."""
+        layers, kernels = self._layer_shapes, self.kernels
+        if kernels.NAME != "triton" or kernels.IS_BATCH_INVARIANT or layers.latent is not None:
+            return False
+        is_taken = None in layers.windows and is_flash_width(layers.head_dim)
+        return is_taken and bool(long_chunks(metadata, self.first_slot, self.dtype, self.device))
 
     @property
     def can_be_captured(self) -> bool:

@@ -36,8 +36,10 @@ import triton
 import triton.language as tl
 
 from drafter.tree.frontier import DraftVocabulary
-from workers.kernels import compiled, fused, reference, triton_attention, triton_truncation
+from workers.cuda_graphs import Size, padded
+from workers.kernels import compiled, fused, prompt_attention, reference, triton_attention, triton_truncation
 from workers.kernels.interpreted import is_interpreted
+from workers.kernels.prompt_attention import PromptPlan, long_chunks
 from workers.kernels.select import TORCH, Kernels, kernels_for
 from workers.kernels.triton_attention import DeviceTable
 from workers.kernels.triton_sampling import _gumbel, _philox
@@ -669,3 +671,62 @@ def test_every_kernel_compiles_for_hopper_and_attention_for_devices_with_less_sh
     command = [sys.executable, "-m", "tests.support.compile_kernels", "--quiet", *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+# Prompts
+
+
+LONG: list[tuple[int, list[int] | int]] = [(20, CHAIN), (9, 24), (5, RAGGED), (1, 32), (7, 3), (0, 0), (40, [-1])]
+"""Two long chunks among trees and a short chunk. The second one's only key before it is in slot 0."""
+
+
+@pytest.fixture
+def short_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_attention, "FEWEST_ROWS", 16)
+    monkeypatch.setattr(prompt_attention, "FEWEST_PAIRS", 16 * 32)
+
+
+@pytest.mark.usefixtures("short_is_long")
+@pytest.mark.parametrize(
+    ("requests", "dtype", "first_slot"),
+    [
+        (LONG, torch.bfloat16, 0),
+        (LONG, torch.float16, 1),
+        ([(0, 40)], torch.bfloat16, 0),
+        ([(33, 20), (9, [-1])], FP8, 1),
+    ],
+    ids=["mixed", "mixed, of a head", "a first chunk", "8 bits"],
+)
+def test_long_chunks_take_flash_attention_and_other_rows_take_ours(
+    requests: list[tuple[int, list[int] | int]], dtype: torch.dtype, first_slot: int
+) -> None:
+    """A layer with a window takes ours for all of them."""
+    _skip_without_fp8(fused)
+    batch, wide = Batch(requests, 16), torch.bfloat16 if dtype == FP8 else dtype
+    q = torch.randn(len(batch.owner), 3, 16).to(wide)
+    kv = torch.randn(batch.num_slots, 2, 1, 16).to(dtype)
+    windows = (None, 9) if first_slot else (None,)
+    options: dict[str, Any] = {"windows": windows, "group_size": 3, "kv_heads": 16, "first_slot": first_slot}
+    plan = fused.plan(batch.metadata, 16, dtype=wide, device=DEVICE, **options)
+    assert isinstance(plan, PromptPlan)
+    written = [int(batch.physical(owner, keys[-1:])) for owner, keys in zip(batch.owner, batch.keys, strict=True)]
+    assert plan.write_slots_N.tolist() == written
+    for window in windows:
+        out = fused.tree_attention(q.to(DEVICE), kv.to(DEVICE), plan, 0.25, window).cpu()
+        assert (out - batch.dense(q, kv.to(wide), 0.25, window, first_slot)).abs().max() < TOLERANCE[wide]
+
+
+@pytest.mark.usefixtures("short_is_long")
+def test_only_causal_rows_in_16_bits_are_a_long_chunk() -> None:
+    """Nor are short ones, a graph's padding, rows that see themselves alone, and rows that see no slot."""
+    step, half = Batch([(20, CHAIN), (9, 24), (0, 40), (9, 15), (0, 17)], 16).metadata, torch.float16
+    assert long_chunks(step, 0, half, "cpu") == [1, 2]
+    assert long_chunks(step, 1, half, "cpu") == [1], "the first row of the other one sees no slot"
+    assert not long_chunks(step, 0, torch.float32, "cpu")
+    assert not long_chunks(padded(Batch([(9, [-1])], 16).metadata, Size(1024, 4)), 0, half, "cpu")
+    (same_N,) = np.ones((1, len(step.slot_N)), dtype=np.int32)
+    assert not long_chunks(replace(step, visible_N=40 * same_N), 0, half, "cpu")
+    assert not long_chunks(replace(step, ancestors_N=same_N.astype(np.int64)), 0, half, "cpu")
+    plans = [plan(step, 16, dtype=half) for plan in (fused.plan, fused.invariant(128).plan)]
+    assert [isinstance(plan, PromptPlan) for plan in plans] == [True, False]
+    assert not isinstance(fused.plan(step, 16, dtype=half, windows=(9,)), PromptPlan)
