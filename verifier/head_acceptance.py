@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from verifier.adaptive.calibration import accepted_rows
 from workers.comm.ipc import EngineStats
 from workers.types import TreeBatch, Verdict
 
@@ -44,24 +43,21 @@ class HeadAcceptance:
 
         A depth counts where the accepted path leads to a node with children there.
         """
-        offsets, depth_N = trees.offsets.numpy(), trees.depth_N.numpy()
-        kind_N = np.array(kind_B).repeat(np.diff(offsets))
-        parent_N, accepted_N = accepted_rows(trees, verdicts)
-        at = ((depth_N > 0) & (depth_N <= NUM_DEPTHS) & (kind_N >= 0) & accepted_N[parent_N]).nonzero()[0]
-        if not len(at):
-            return
-        # Siblings are one place of the path, of which at most one is accepted.
-        tree_O = np.arange(len(kind_B)).repeat(np.diff(offsets))[at]
-        place_P, first_O = np.unique(tree_O * NUM_DEPTHS + depth_N[at] - 1, return_inverse=True)
-        is_accepted_P = np.bincount(first_O, accepted_N[at])
-        index_P = np.array(kind_B)[place_P // NUM_DEPTHS] * NUM_DEPTHS + place_P % NUM_DEPTHS
-        new_2KD = np.stack(
-            [np.bincount(index_P, own, 2 * NUM_DEPTHS) for own in (np.ones(len(place_P)), is_accepted_P)]
-        )
-        new_2KD = new_2KD.reshape(self._counts_2KD.shape)
+        offsets, depth_N, parent_N = trees.offsets.numpy(), trees.depth_N.numpy(), trees.parent_N.numpy()
+        has_children_N = np.zeros(len(parent_N), dtype=bool)
+        has_children_N[(offsets[:-1].repeat(np.diff(offsets)) + parent_N)[depth_N > 0]] = True
+        ends = [begin + (0, *verdict.path)[-1] for begin, verdict in zip(offsets[:-1].tolist(), verdicts, strict=True)]
+        new_2KD = np.zeros_like(self._counts_2KD)
+        for kind, verdict, goes_on in zip(kind_B, verdicts, has_children_N[ends].tolist(), strict=True):
+            num_accepted = len(verdict.path[:NUM_DEPTHS])
+            num_reached = min(len(verdict.path) + goes_on, NUM_DEPTHS)
+            if kind < 0 or not num_reached:
+                continue
+            new_2KD[0, kind, :num_reached] += 1
+            new_2KD[1, kind, :num_accepted] += 1
+            self._num_trees += 1
+            self._num_accepted += num_accepted
         self._counts_2KD = self._counts_2KD * _MEMORY ** new_2KD[:1, :, :1] + new_2KD
-        self._num_trees += len(np.unique(tree_O))
-        self._num_accepted += int(is_accepted_P.sum())
 
     def report(self, stats: EngineStats) -> None:
         """Write the counts into the engine's statistics, and now and then the shares and what is amiss with them."""

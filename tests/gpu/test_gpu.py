@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from uuid import uuid4
 
 import numpy as np
@@ -39,8 +40,12 @@ from tests.support.engines import (
     prompts,
     transformers_greedy,
 )
+from tests.support.fakes import in_processes
+from tests.workers.comm.test_channel import exchange_features
+from workers.comm import lent_memory
+from workers.comm.groups import World
 from workers.comm.ipc import Submit
-from workers.config import EngineConfig, TreeConfig
+from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.kernels.select import TORCH, Kernels, kernels_for
 from workers.models.layers import Runtime
 from workers.models.load import load_decoder
@@ -179,6 +184,20 @@ def test_a_drafter_that_dies_while_it_is_fed_over_nccl_costs_no_token(
             return await asyncio.wait_for(waiting, 60)
 
     assert asyncio.run(main()) == truth
+
+
+def test_features_stay_on_a_gpu_that_drafter_and_verifier_share() -> None:
+    """The memory that they fit into is opened once, and once again where some need more."""
+    draft = DraftConfig(method="eagle3", model_path="", placement="colocated")
+    said = dict(in_processes(share_a_gpu, EngineConfig(model_path="", device="cuda", draft=draft)))
+    assert said == {0: "opened 0 times", 1: "opened 2 times"}
+
+
+def share_a_gpu(world: World) -> str:
+    with patch.object(lent_memory, "borrow", wraps=lent_memory.borrow) as borrow:
+        assert world.link is not None
+        exchange_features(world.link, world.rank)
+        return f"opened {borrow.call_count} times"
 
 
 def on_gpus(tree: TreeConfig, placement: Any = "dedicated", link: Any = "auto", **options: Any) -> EngineConfig:

@@ -152,6 +152,8 @@ class CostModel:
 
     def prefill_ms(self, step: Step) -> float:
         """Return the predicted time that the step's prompts add, in milliseconds."""
+        if not step.prefill:
+            return 0.0
         return float(self._verify_cost.ms(self._table.ms(_num_rows(step)) - self._table.ms(len(step.decode)), 0))
 
     def for_drafter(self, inputs: Mapping[Request, DraftInput], step: Step, log_odds_D: np.ndarray) -> DraftCosts:

@@ -180,6 +180,23 @@ def test_two_ranks_on_one_device_are_refused_unless_they_share_it(
             groups._check_devices(config, rank, name)
 
 
+@pytest.mark.parametrize(
+    ("placement", "link", "tp", "is_shared"),
+    [
+        ("colocated", "auto", 1, True),
+        ("colocated", "auto", 2, True),
+        ("colocated", "host", 1, False),
+        ("dedicated", "auto", 1, False),
+    ],
+)
+def test_features_stay_on_a_gpu_that_both_ends_share(placement: Any, link: Any, tp: int, is_shared: bool) -> None:
+    draft = DraftConfig(method="eagle3", model_path="", placement=placement, link=link)
+    gpu = torch.device("cuda", 0)
+    config = EngineConfig(model_path="", device="cuda", tensor_parallel_size=tp, draft=draft)
+    assert groups._shared(config, gpu) == (gpu if is_shared else None)
+    assert groups._shared(replace(config, device="cpu"), torch.device("cpu")) is None
+
+
 def test_a_device_is_named_by_its_slice_and_the_host_that_nccl_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-a"))
     for variable, value, name in [
