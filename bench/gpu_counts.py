@@ -325,7 +325,7 @@ def attention() -> Table:
         for num_rows in (1, 17):
             base_B, size = np.array(lengths) - num_rows, Size.of(num_rows * len(lengths), len(lengths))
             step = padded(trees_behind(base_B, 16, num_rows=num_rows), size)
-            plan = fused.plan(step, 16, group_size=4, kv_heads=8, dtype=torch.bfloat16)
+            plan: Any = fused.plan(step, 16, group_size=4, kv_heads=8, dtype=torch.bfloat16)
             _, rows, _, _, begin, end, count = plan.pieces_W7S[0].numpy()
             keys = (end - begin)[rows > 0].repeat(8)
             whole = np.add.reduceat(end - begin, count.nonzero()[0])  # keys of each tile

@@ -45,6 +45,7 @@ from workers.comm.ipc import FrameDecoder, FrameSocket, Speculation, StepOutput,
 from workers.comm.wire import Message
 from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.cuda_graphs import Graphs, Recorder
+from workers.kernels.prompt_attention import PromptPlan
 from workers.kernels.select import kernels_for
 from workers.models.decoder import Decoder
 from workers.models.draft_methods import method_of, read_specs
@@ -313,6 +314,31 @@ def test_a_hybrids_steps_and_folds_are_replayed(models: Path) -> None:
     assert on_device.tokens == on_cpu.tokens and on_device.num_steps == on_cpu.num_steps
     assert on_device.num_replays > 1.7 * on_device.num_steps, "a step, and mostly a fold before it"
     assert on_device.waits == {"verifier.target._draw": on_device.num_steps}
+
+
+def test_long_chunks_of_prompts_run_without_graphs_beside_trees(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Target and head; the target's middle layer has a window. In float32, for tokens that do not part."""
+    monkeypatch.setattr("workers.kernels.prompt_attention.TYPES", (torch.float32,))
+    monkeypatch.setattr("workers.kernels.prompt_attention.FEWEST_ROWS", 8)
+    monkeypatch.setattr("workers.kernels.prompt_attention.FEWEST_PAIRS", 8 * 12)
+    taken, attend = Counter[tuple[int, bool]](), PromptPlan.attend
+
+    def noting(plan: PromptPlan, q_NHd: torch.Tensor, *given: Any) -> torch.Tensor:
+        taken[len(plan._chunks), plan._others is not None] += 1
+        return attend(plan, q_NHd, *given)
+
+    monkeypatch.setattr(PromptPlan, "attend", noting)
+    config, work = replace(config_for(models, "eagle3", DYNAMIC), max_num_seqs=3), jobs(COUPLED * 2, "coupled")
+    on_device = run(config, work)
+    assert set(taken) == {(1, False), (1, True), (2, False)} and on_device.num_replays
+    on_cpu = run(replace(config, device="cpu"), work)
+    assert on_device.tokens == on_cpu.tokens and on_device.num_drafts == on_cpu.num_drafts
+    assert on_device.waits.keys() <= {
+        "verifier.target._draw",
+        "drafter.tree.tree_graphs.__call__",
+        "workers.comm.channel._send",
+        *ONCE,
+    }
 
 
 def test_in_bfloat16_neither_drafts_nor_other_requests_change_a_batch_invariant_text(models: Path) -> None:

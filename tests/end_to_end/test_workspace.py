@@ -20,6 +20,8 @@ from drafter.drafter import Drafter, warm_up_requests
 from drafter.tree.policy import make_tree_policy
 from drafter.workspace import draft_workspace, widest_level
 from tests.support import checkpoints
+from tests.support.attention_cases import CHAIN as CHAIN_ROWS
+from tests.support.attention_cases import Batch
 from tests.support.engine_here import Alone
 from tests.support.engines import CHAIN, DYNAMIC, STATIC
 from tests.support.simulated_cuda import SimulatedCuda, simulated_cuda
@@ -27,12 +29,13 @@ from verifier import worker as verifier_worker
 from verifier.warm_up import timed_forward
 from verifier.workspace import target_workspace
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
+from workers.kernels import fused
 from workers.kernels.select import kernels_for
 from workers.models.draft_methods import read_specs
 from workers.models.specs import Specs
 from workers.settings import SamplingSettings
 from workers.types import DraftRequest, SamplingBatch, ScoredRows
-from workers.workspace import Workspace, max_message_rows
+from workers.workspace import PassShape, Workspace, chunk_bytes, max_message_rows
 
 torch.set_num_threads(1)
 TREE = TreeConfig(num_speculative_tokens=6, max_depth=3, max_children=4, prune=PruneConfig(auto=True))
@@ -163,6 +166,23 @@ def test_a_pass_without_graphs_takes_what_was_counted(models: Path, monkeypatch:
     counted = target_workspace(config, specs.target)
     assert counted.buffers == counted.captured == 0
     assert_counted(counted.eager, eager)
+
+
+def test_a_long_chunk_takes_what_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys and values of its request side by side, from pages that lie apart, and the rows beside it."""
+    rows, length, width = 256, 16_384, 256
+    batch = Batch([(20, CHAIN_ROWS), (length - rows, rows)], 32)
+    with simulated_cuda() as cuda:
+        q = torch.zeros(len(batch.keys), 4, 64, dtype=torch.bfloat16, device="cuda")
+        kv = torch.zeros(batch.num_slots, 2, 4, 64, dtype=torch.bfloat16, device="cuda")
+        plan = fused.plan(batch.metadata, 32, kv_heads=4, dtype=q.dtype, device="cuda")
+        taken = Measured(cuda, monkeypatch).eager(lambda: fused.tree_attention(q, kv, plan, 0.1))
+    taken -= rows * length  # a mask, which flash attention on a GPU has not
+    config = EngineConfig(model_path="", device="cuda", dtype="bfloat16", max_model_len=length)
+    shape = PassShape(hidden=1, inner=1, queries=width, keys=width, head=64, first_input=1, kept=0)
+    assert_counted(chunk_bytes(shape, config, len(batch.keys)), taken, most=1.1)
+    for options in ({"dtype": "float32"}, {"batch_invariant": True}, {"device": "cpu"}, {"max_model_len": 4096}):
+        assert not chunk_bytes(shape, replace(config, **options), len(batch.keys))  # type: ignore[arg-type]
 
 
 def asked(config: EngineConfig, width: int, which: int, num_rows: int) -> DraftRequest:

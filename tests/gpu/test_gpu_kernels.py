@@ -18,6 +18,7 @@ from tests.workers.kernels.test_kernels import *  # noqa: F403  # the tests
 from tests.workers.kernels.test_kernels import TOLERANCE
 from tests.workers.kernels.test_pointwise import *  # noqa: F403  # the tests
 from workers.kernels import fused, reference, triton_delta
+from workers.kernels.prompt_attention import PromptPlan
 from workers.settings import SamplingSettings
 from workers.types import SamplingBatch
 
@@ -44,6 +45,36 @@ def test_every_head_width_in_every_type(head_dim: int, dtype: torch.dtype) -> No
             fused, batch, device="cuda", q_heads=heads[0], kv_heads=heads[1], head_dim=head_dim, dtype=dtype,
             tolerance=TOLERANCE[dtype],
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("first_slot", [0, 1])
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "dtype"),
+    [
+        (64, (14, 2), torch.float16),
+        (80, (4, 4), torch.bfloat16),
+        (128, (32, 8), torch.bfloat16),
+        (128, (32, 8), torch.float8_e4m3fn),
+        (256, (8, 1), torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_long_chunks_in_flash_attention_get_what_our_kernel_computes(
+    head_dim: int, heads: tuple[int, int], dtype: torch.dtype, first_slot: int
+) -> None:
+    if dtype.itemsize == 1 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("Triton converts no e4m3 on this GPU")
+    batch = Batch([(300, CHAIN), (8192, 600), (16, RAGGED), (1, 2048), (40, 30), (9000, [-1])], 16)
+    wide = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    q = torch.randn(len(batch.keys), heads[0], head_dim, dtype=wide, device="cuda")
+    kv = torch.randn(batch.num_slots, 2, heads[1], head_dim, dtype=wide, device="cuda").to(dtype)
+    plan = fused.plan(
+        batch.metadata, 16, group_size=heads[0] // heads[1], kv_heads=heads[1], first_slot=first_slot, dtype=wide,
+        device="cuda",
+    )  # fmt: skip
+    assert isinstance(plan, PromptPlan)
+    out, ours = (fused.tree_attention(q, kv, p, head_dim**-0.5) for p in (plan, plan.whole))
+    assert (out - ours).abs().max() < TOLERANCE[wide]
 
 
 @pytest.mark.parametrize("seed", range(20))

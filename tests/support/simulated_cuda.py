@@ -41,6 +41,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -342,8 +343,13 @@ def simulated_cuda() -> Iterator[SimulatedCuda]:
         cuda.grids.append((executor.fn.__name__, math.prod(executor.grid)))
         cuda.launch(lambda: TWINS[executor.fn.__name__](*arguments, **options))
 
+    def causal(*sizes: int) -> Tensor:
+        with _disable_current_modes():  # torch makes this subclass of tensors in no mode
+            return causal_lower_right(*sizes)
+
     patches = {
         "torch.tensor": tensor_there,
+        "workers.kernels.prompt_attention.causal_lower_right": causal,
         "torch.cuda._lazy_init": lambda: None,
         "torch.cuda.set_device": lambda device: None,
         "torch.cuda.empty_cache": lambda: None,
