@@ -27,8 +27,18 @@ load (2026-11):
     bfloat16, torch's linear         29     31     31     31     36     35     45
     bfloat16, packed for oneDNN      20     20     21     21     24     24     29
 
-A row's bfloat16 product has the same bits for any number of rows but one (2026-11), so that is what `batch_invariant`
-avoids. Attention differs more often, see `workers.kernels.torch_attention.plan_by_paths`. Without either a near-tie may
+With AVX-512-BF16 a row's product has the same bits for any number of rows but one, so `batch_invariant` adds a row of
+zeros to a single one. With AMX the order of sums depends on the number of rows, and `batch_invariant` multiplies blocks
+of always 64. The same model with its output layer, on one thread of that Xeon; the last line has AMX switched off
+(ONEDNN_MAX_CPU_ISA), which would be exact, too:
+
+    rows                              1      2      5     17     32     64    128    256
+    packed for oneDNN                28     25     27     32     33     35     53     81
+    in blocks of 32                  37     37     37     38     38     72    128    229
+    in blocks of 64                  40     40     40     43     43     45     84    159
+    with AVX-512-BF16                35     33     36     73    122    241    462    907
+
+Attention differs more often, see `workers.kernels.torch_attention.plan_by_paths`. Without either a near-tie may
 be decided differently in another batch, and float32 is the safer choice.
 """
 
@@ -49,6 +59,8 @@ from workers.kernels.select import TORCH, Kernels, multiplies_bfloat16
 _HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines  # built in, and supported by the CPU
 _HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 _HAS_BFLOAT16 = multiplies_bfloat16()
+_HAS_AMX = _HAS_BFLOAT16 and torch.cpu._is_amx_tile_supported()
+_BLOCK_ROWS = 64  # of batch-invariant products with AMX
 _WORTH_PACKING = 1 << 17  # elements from which oneDNN's product is faster, although a call takes 10 us longer
 _COMPARED_AT_ONCE = 1 << 20  # elements compared at once, to avoid a copy of the whole weight
 _TYPICAL_ROWS = 16  # oneDNN packs for this number of rows; packed for 1 it is half as fast for any number
@@ -72,24 +84,29 @@ class Linear:
     def __init__(self, weight_OI: Tensor | BlockScaled, bias_O: Tensor | None = None, kernels: Kernels = TORCH) -> None:
         self.shape = weight_OI.shape
         self.bias_O = bias_O
-        self._avoids_single_rows = False
+        self._is_invariant = False
         if isinstance(weight_OI, BlockScaled):
             self.weight, self._product = weight_OI, kernels.block_scaled_linear
         elif kernels.IS_BATCH_INVARIANT and kernels.invariant_linear is not None:
             self.weight, self._product = weight_OI, kernels.invariant_linear
         else:
             self.weight, self._product = _pack(weight_OI)
-            self._avoids_single_rows = kernels.IS_BATCH_INVARIANT
+            self._is_invariant = kernels.IS_BATCH_INVARIANT
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         """Apply the layer."""
         if x_NI.shape[0] == 0:
             return x_NI.new_empty(0, self.shape[0])
-        if (
-            self._avoids_single_rows and x_NI.shape[0] == 1
-        ):  # oneDNN adds up a single row of more than 1,024 in another order
-            return self._product(x_NI.expand(2, -1), self.weight, self.bias_O)[:1]
-        return self._product(x_NI, self.weight, self.bias_O)
+        if not self._is_invariant:
+            return self._product(x_NI, self.weight, self.bias_O)
+        if _HAS_AMX:
+            return torch.cat([self._padded(part, _BLOCK_ROWS) for part in x_NI.split(_BLOCK_ROWS)])
+        return self._padded(x_NI, max(2, x_NI.shape[0]))
+
+    def _padded(self, x_NI: Tensor, num_rows: int) -> Tensor:
+        """Apply the layer to so many rows, of which those after x are zeros."""
+        own = x_NI.shape[0]
+        return self._product(F.pad(x_NI, (0, 0, 0, num_rows - own)), self.weight, self.bias_O)[:own]
 
 
 def bytes_per_weight(weight_OI: Tensor) -> int:

@@ -95,10 +95,14 @@ def test_bfloat16_is_multiplied_from_a_packed_weight_and_added_in_float32(num_ou
 
 
 @pytest.mark.skipif(not linear._HAS_BFLOAT16, reason="a CPU that does not multiply bfloat16")
+@pytest.mark.parametrize("has_amx", sorted({linear._HAS_AMX, True}))  # blocks are exact without AMX, too
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(576, 1536), (2048, 2048), (256, 576)])
-def test_a_row_has_the_same_bits_alone(num_outputs: int, num_inputs: int) -> None:
+def test_a_row_has_the_same_bits_alone(
+    num_outputs: int, num_inputs: int, has_amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "_HAS_AMX", has_amx)
     made = Linear(stored(torch.bfloat16, num_outputs, num_inputs).bfloat16(), None, INVARIANT)
     x = (torch.randn(256, num_inputs, generator=torch.Generator().manual_seed(0)) ** 5).bfloat16()  # some are large
-    for num_rows in (1, 2, 5, 17, 64):
+    for num_rows in (1, 2, 5, 17, 64, 100):
         parts = [made(x[at : at + num_rows]) for at in range(0, 256, num_rows)]
         assert torch.equal(torch.cat(parts), made(x)), num_rows
