@@ -42,7 +42,7 @@ from tests.support.engines import (
 )
 from tests.support.fakes import in_processes
 from tests.workers.comm.test_channel import exchange_features
-from workers.comm import lent_memory
+from workers.comm import channel, lent_memory
 from workers.comm.groups import World
 from workers.comm.ipc import Submit
 from workers.config import DraftConfig, EngineConfig, TreeConfig
@@ -194,6 +194,7 @@ def test_features_stay_on_a_gpu_that_drafter_and_verifier_share() -> None:
 
 
 def share_a_gpu(world: World) -> str:
+    channel._LARGE = 1  # or few rows would take the host
     with patch.object(lent_memory, "borrow", wraps=lent_memory.borrow) as borrow:
         assert world.link is not None
         exchange_features(world.link, world.rank)

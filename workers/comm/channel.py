@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 _HEADER_BYTES = 32  # 4 int64
 _BROADCAST_BYTES = 8192
 """How much of a body is broadcast with its header, so that most messages take one collective."""
+_LARGE = 1 << 18
+"""Bytes of a bulk that is worth a wait for its receiver: 32 rows of 4,096 features in 16 bits."""
 _NUM_PROBES = 32
 _REQUEST_BYTES, _REPLY_BYTES = (2048, 65536), (4096, 0)
 """(meta, bulk) bytes of a probe: eight rows of 4096 features in 16 bits, and a tree of 16 nodes with probabilities."""
@@ -44,6 +46,7 @@ class DevicePart(Enum):
     """The part of a body that travels from device to device."""
 
     NONE = "none"
+    LARGE = "a large bulk"
     BULK = "bulk"
     BODY = "body"
 
@@ -217,6 +220,8 @@ class Channel:
         match self._device_part:
             case DevicePart.NONE:
                 return meta_bytes + bulk_bytes, 0
+            case DevicePart.LARGE:
+                return (meta_bytes, bulk_bytes) if bulk_bytes >= _LARGE else (meta_bytes + bulk_bytes, 0)
             case DevicePart.BULK:
                 return meta_bytes, bulk_bytes
             case DevicePart.BODY:
@@ -236,7 +241,7 @@ class Channel:
 def link_through_host(host: HostLink, *, me: str, peer: str, shared: torch.device | None = None) -> Channel:
     """Open a channel in both directions through host memory; the protocol defines whose turn it is.
 
-    shared: the device of both ends, within which features travel; None = there is none.
+    shared: the device of both ends, within which features of prompts travel; None = there is none.
     """
     through_host = Transport(host.put, host.take, wait=host.has_bytes)
     if shared is None:
@@ -244,7 +249,7 @@ def link_through_host(host: HostLink, *, me: str, peer: str, shared: torch.devic
     lent = LentMemory(host, shared)
     return Channel(
         me=me, peer=peer, host=through_host, first_bytes=None,
-        device_part=DevicePart.BULK, device=Transport(lent.put, lent.take), where=shared,
+        device_part=DevicePart.LARGE, device=Transport(lent.put, lent.take), where=shared,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.support.fakes import in_processes
 from tests.support.simulated_cuda import simulated_cuda
-from workers.comm import lent_memory
+from workers.comm import channel, lent_memory
 from workers.comm.channel import Channel, DevicePart, PeerLost, faster_link, link_between_devices, link_through_host
 from workers.comm.groups import World
 from workers.comm.host_link import HostLink, LinkOffer, connect
@@ -138,14 +138,14 @@ def exchange_between_devices(world: World) -> str:
         )
         for part in (DevicePart.BODY, DevicePart.BULK)
     }
-    for channel in links.values():
+    for link in links.values():
         for step, (rows, width) in enumerate(SIZES):
             if world.rank == 0:
-                channel.send(draft_request(rows, width), step)
-                assert channel.receive().message.seconds == pytest.approx(rows / 1000)
+                link.send(draft_request(rows, width), step)
+                assert link.receive().message.seconds == pytest.approx(rows / 1000)
             else:
-                asked = channel.receive().message
-                channel.send(draft_reply(rows / 1000), step)
+                asked = link.receive().message
+                link.send(draft_reply(rows / 1000), step)
                 assert_same(asked, draft_request(rows, width))
     return faster_link(links, host, leads=world.rank == 0).value
 
@@ -161,6 +161,7 @@ def host_link(world: World) -> HostLink:
 
 
 def shared_link(world: World, host: HostLink) -> Channel:
+    channel._LARGE = 1  # or few rows would take the host
     me, peer = world.role, world.config.role_of(1 - world.rank)
     return link_through_host(host, me=me, peer=peer, shared=torch.device("cuda", 0))
 
@@ -223,6 +224,14 @@ def lose_a_drafter_that_borrows(world: World) -> str:
             except PeerLost as error:
                 return str(error)
         return "nothing"
+
+
+def test_few_features_take_the_host() -> None:
+    """To wait until the receiver has copied them would take longer."""
+    left, right = socket.socketpair()
+    with simulated_cuda(), left, right:
+        link = link_through_host(HostLink(left, 20.0), me="a", peer="b", shared=torch.device("cuda", 0))
+    assert [link._split(100, size) for size in (0, 8192, 1 << 24)] == [(100, 0), (8292, 0), (100, 1 << 24)]
 
 
 def lose_the_drafter(world: World) -> str:
