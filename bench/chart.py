@@ -13,9 +13,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 CHART = ROOT / "docs" / "images" / "gain.svg"
-SMOLLM2, H200 = RESULTS / "2026-11-27-latency-smollm2-peers.md", RESULTS / "2026-11-26-gpu-h200.md"
+SMOLLM2, H200 = RESULTS / "2026-11-27-latency-smollm2-peers.md", RESULTS / "2026-11-28-gpu-h200.md"
 
-WIDTH, BAR, GAP, LABELS, NUMBERS = 760, 18, 7, 250, 110
+WIDTH, BAR, GAP, LABELS, NUMBERS = 760, 18, 7, 270, 110
 STYLE = """\
 text { font: 13px system-ui, sans-serif; fill: #1f2328 } .title { font-weight: 600 } .note { fill: #59636e }
 .ours { fill: #1a7f37 } .plain { fill: #8c959f } .peer { fill: #0969da }
@@ -73,23 +73,15 @@ def smollm2() -> Panel:
 
 
 def h200() -> Panel:
-    """Return the panel of one request to a target of an 8B model's cost."""
-    head, first, *_ = rows(H200, "T | requests | off")
-    assert first[:2] == ["0", "1"]
-    cells = {name: numbers(cell) for name, cell in zip(head[2:], first[2:], strict=True)}
-    (plain,) = cells["off"]
-    names = {
-        "off": ("without speculation", "plain"),
-        "dynamic, 16 nodes": ("tree of 16", "ours"),
-        "auto": ("auto (default)", "ours"),
-        "transformers' generate": ("transformers' generate", "peer"),
-    }
+    """Return the panel of a pair of an 8B model's size."""
     bars = []
-    for key, (name, kind) in names.items():
-        ms, *ratio = cells[key]
-        bars.append(Bar(name, 1e3 / ms, ratio[0] if ratio else plain / ms, kind))
-    note = "bfloat16, greedy; the small bundled pair's acceptance, at the cost of 8B"
-    return Panel("A target of 8B's cost on one NVIDIA H200, one request", note, bars)
+    for temperature, requests, plain, auto, ratio, _ in rows(H200, "T | requests | without drafts: ms a token")[1:]:
+        if int(requests) <= 8:
+            cell = f"{requests} request{'s' * (requests != '1')}, T={temperature}"
+            bars.append(Bar(f"{cell}: without speculation", 1e3 / float(plain), 1, "plain"))
+            bars.append(Bar("auto (default)", 1e3 / float(auto), *numbers(ratio), "ours"))
+    note = "of each request; bfloat16, an EAGLE-3 head; the small bundled pair's acceptance, at the cost of 8B"
+    return Panel("A pair of Llama-3.1-8B's size on one NVIDIA H200", note, bars)
 
 
 def drawn(panels: list[Panel]) -> str:
