@@ -320,7 +320,7 @@ def test_long_chunks_of_prompts_run_without_graphs_beside_trees(models: Path, mo
     """Target and head; the target's middle layer has a window. In float32, for tokens that do not part."""
     monkeypatch.setattr("workers.kernels.prompt_attention.TYPES", (torch.float32,))
     monkeypatch.setattr("workers.kernels.prompt_attention.FEWEST_ROWS", 8)
-    monkeypatch.setattr("workers.kernels.prompt_attention.FEWEST_PAIRS", 8 * 12)
+    monkeypatch.setattr("workers.kernels.prompt_attention.FEWEST_PAIRS", 8 * 8)
     taken, attend = Counter[tuple[int, bool]](), PromptPlan.attend
 
     def noting(plan: PromptPlan, q_NHd: torch.Tensor, *given: Any) -> torch.Tensor:
@@ -330,7 +330,7 @@ def test_long_chunks_of_prompts_run_without_graphs_beside_trees(models: Path, mo
     monkeypatch.setattr(PromptPlan, "attend", noting)
     config, work = replace(config_for(models, "eagle3", DYNAMIC), max_num_seqs=3), jobs(COUPLED * 2, "coupled")
     on_device = run(config, work)
-    assert set(taken) == {(1, False), (1, True), (2, False)} and on_device.num_replays
+    assert taken[1, True] and taken[2, True] and on_device.num_replays
     on_cpu = run(replace(config, device="cpu"), work)
     assert on_device.tokens == on_cpu.tokens and on_device.num_drafts == on_cpu.num_drafts
     assert on_device.waits.keys() <= {
