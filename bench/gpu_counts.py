@@ -285,7 +285,8 @@ def bytes_sent() -> Table:
         size, num_steps = config.page_size, 64
         width = config.pages_for(config.max_model_len)
         with simulated_cuda() as cuda:
-            plan, sent = None, 0
+            plan: Any = None
+            sent = 0
             for step in range(-1, num_steps):
                 # Lengths differ, so that some requests gain a page in every step.
                 base_B = num_tokens + 4 * step + np.arange(num_requests, dtype=np.int32)
