@@ -79,7 +79,8 @@ def h200() -> Panel:
         if int(requests) <= 8:
             cell = f"{requests} request{'s' * (requests != '1')}, T={temperature}"
             bars.append(Bar(f"{cell}: without speculation", 1e3 / float(plain), 1, "plain"))
-            bars.append(Bar("auto (default)", 1e3 / float(auto), *numbers(ratio), "ours"))
+            (times,) = numbers(ratio)
+            bars.append(Bar("auto (default)", 1e3 / float(auto), times, "ours"))
     note = "of each request; bfloat16, an EAGLE-3 head; the small bundled pair's acceptance, at the cost of 8B"
     return Panel("A pair of Llama-3.1-8B's size on one NVIDIA H200", note, bars)
 
