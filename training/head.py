@@ -20,6 +20,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from cluster.convert import engine_config, fetch_weights
 from drafter.learning.network import acceptance_loss
 from training.answers import read_lines, target_args, write_answers
-from training.batches import Batch, KeptReadings, batches, read_rows, read_target
+from training.batches import ROW_LENGTH, Batch, KeptReadings, Rows, batches, read_rows, read_target
 from training.draft_head import TrainableHead, save_head
 from training.dspark import TrainableDSparkHead
 from training.eagle3 import TrainableEagle3Head
@@ -209,11 +210,26 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     options = parse_arguments()
     options.data.mkdir(parents=True, exist_ok=True)
-    if options.stage != "train":
-        write_answers(options)
-    if options.stage != "answers":
-        torch.set_float32_matmul_precision("high")
-        Training(options, load_target(options)).run()
+    torch.set_float32_matmul_precision("high")
+    target = None if options.stage == "answers" else load_target(options)
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(write_answers, options) if options.stage != "train" else None
+        if target is not None and options.device == "cuda":
+            compile_layers(target, options)  # while the engines start
+        if answered is not None:
+            answered.result()
+    if target is not None:
+        Training(options, target).run()
+
+
+def compile_layers(target: LlamaForCausalLM, options: argparse.Namespace) -> None:
+    """Have the target's layers compiled for batches of any length."""
+    for length in (ROW_LENGTH // 2, ROW_LENGTH):
+        tokens_RN = torch.zeros(options.batch_rows, length, dtype=torch.int32)
+        begins_R = torch.zeros(options.batch_rows, dtype=torch.int64)
+        rows = Rows(tokens_RN, begins_R, begins_R + length)
+        draft_ids = torch.arange(options.draft_vocab, device=options.device)
+        read_target(target, rows, list(range(options.batch_rows)), draft_ids)
 
 
 if __name__ == "__main__":
