@@ -4,18 +4,18 @@
         .set_block(roots, hidden_GDH, base_GDV)      what the pass says of every depth
         (trees) -> UnprunedTrees | None              None = trees that only growth by levels serves
 
-The logits below a token are base + W2 W1[token]. The first node that is read at a depth, which is the most likely one,
-is read over the whole vocabulary. It chooses the CANDIDATES of that depth: later nodes read exact logits of these, and
-count all others as the first node did. So their weights are close to those that growth by levels gives, and equal where
-all tokens are candidates. A node takes microseconds, and a level of any number of nodes takes a millisecond.
+The logits below a token are base + W2 W1[token]. One node of each depth, the best child of the best child and so on, is
+read over the whole vocabulary, for all requests at once. It chooses the CANDIDATES of that depth: other nodes read the
+logits of these, and count all other tokens as that node did. So their weights are close to those that growth by levels
+gives, and equal where all tokens are candidates. Such a node takes microseconds; a level takes a millisecond.
 
-Legend: G requests, D depths, H hidden width, V draft vocabulary, C candidates, K children, N nodes, r rank.
+Legend: G requests, A of them, D depths, H hidden width, V draft vocabulary, C candidates, K children, N nodes, r rank.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -63,7 +63,7 @@ class BlockGrowth:
     ) -> None:
         self.children, self.factors, self.vocab = children, factors, vocab
         self.has_leaf_siblings, self.num_candidates = has_leaf_siblings, min(num_candidates, vocab.size)
-        self._tree = tree
+        self._is_dynamic, self.max_children = tree.kind == "dynamic", tree.max_children
         self.hidden_GDH: Tensor
         self.base_GDV: Tensor
 
@@ -75,12 +75,15 @@ class BlockGrowth:
         """Do nothing: a deeper tree costs no more."""
 
     def __call__(self, trees: TreeRequests) -> UnprunedTrees | None:
-        """Grow the trees; None if there are none, or one of them is static, sampled, traced or constrained."""
+        """Grow the trees; None where growth by levels serves better or alone.
+
+        So it is for as many trees as they have nodes, and if one of them is static, sampled, traced or constrained.
+        """
         limits, rules = trees.limits, trees.limits.rules
         has_rules_B = (rules.min_prob > 0) | (rules.path_prob > 0)
         if (
-            self._tree.kind != "dynamic"
-            or not len(limits.num_nodes_B)
+            not self._is_dynamic
+            or not 0 < len(limits.num_nodes_B) < limits.num_nodes_B.max()
             or trees.logits_states
             or trees.traced_B is not None
             or trees.sampling.needs.truncates
@@ -88,15 +91,48 @@ class BlockGrowth:
             or (has_rules_B & ~limits.is_auto_B).any()  # these grow unpruned first, see `thresholds`
         ):
             return None
-        grown = [_Tree(self, trees, g).grow(self._tree.max_children) for g in range(len(limits.num_nodes_B))]
+        grown = [_GrowingTree(self, trees, g) for g in range(len(limits.num_nodes_B))]
+        active = grown
+        for depth in range(self.base_GDV.shape[1]):
+            active = [tree for tree in active if tree.may_reach(depth)]
+            if not active:
+                break
+            self.read(active, [tree.best_path[depth] for tree in active], depth)
         return UnprunedTrees(
-            nodes=TreeNodes.concatenate(grown),
+            nodes=TreeNodes.concatenate([tree.grow() for tree in grown]),
             sampled=[],
             pruned_BD=np.zeros((len(grown), int(limits.max_depth_B.max(initial=0))), dtype=np.int32),
             num_levels=1,
             num_run=0,
             pruned=[],
         )
+
+    def read(self, trees: Sequence[_GrowingTree], tokens: Sequence[int], depth: int) -> None:
+        """Read one node of each of these trees over the whole vocabulary, and tell each tree what it chose."""
+        request_A, token_A = (torch.tensor(column) for column in ([tree.number for tree in trees], tokens))
+        temperature_A1 = torch.tensor([[tree.temperature] for tree in trees])
+        logits_AV = self.children(self.hidden_GDH, self.base_GDV, request_A, depth, token_A)
+        scored_AV = logits_AV = logits_AV if (temperature_A1 == 1).all() else logits_AV / temperature_A1
+        noisy = [i for i, tree in enumerate(trees) if tree.kind == NodeKind.COUPLED.value]
+        if noisy:
+            seeds, indices = zip(*((trees[i].seed, trees[i].index + depth) for i in noisy), strict=True)
+            noise_QV = self.vocab.noise.rows(seeds, indices, "cpu")
+            scored_AV = logits_AV.index_add(0, torch.tensor(noisy), noise_QV.expand(len(noisy), -1))
+        scored_AC, column_AC = scored_AV.topk(self.num_candidates)
+        base_AC = self.base_GDV[request_A[:, None], depth, column_AC] / temperature_A1
+        tau_A1 = torch.tensor([[tree.tau] for tree in trees])
+        found = [
+            column_AC if self.vocab.target_ids is None else self.vocab.target_ids[column_AC],
+            base_AC,
+            (scored_AC - logits_AV.gather(1, column_AC)).nan_to_num(0),  # 0 at a token that is never drafted
+            logits_AV.scatter(1, column_AC, -torch.inf).logsumexp(1),
+            (scored_AV / tau_A1).scatter_(1, column_AC, -torch.inf).logsumexp(1),
+        ]
+        factors = self.factors()
+        if factors is not None:
+            found.append(factors[1][column_AC].float() / temperature_A1[:, None])
+        for tree, *own in zip(trees, *(values.numpy() for values in found), strict=True):
+            tree.take(_Depth(*own))
 
 
 class _Depth(NamedTuple):
@@ -105,41 +141,69 @@ class _Depth(NamedTuple):
     token_C: np.ndarray  # target ids
     base_C: np.ndarray
     noise_C: np.ndarray
-    others: float  # log of the sum of the exponentials of all other tokens' logits
-    scored_others: float  # the same of (logits + noise) / tau
-    w2_Cr: np.ndarray | None
+    others: np.floating  # log of the sum of the exponentials of all other tokens' logits
+    scored_others: np.floating  # the same of (logits + noise) / tau
+    w2_Cr: np.ndarray | None = None
 
 
-class _Tree:
-    """A request's tree."""
+class _BestChildren(NamedTuple):
+    """The best children of a node, and the probability of its most likely one."""
+
+    token_K: np.ndarray
+    weight_K: np.ndarray  # chance to survive if the node does
+    prob_K: np.ndarray
+    top_prob: float
+
+
+class _GrowingTree:
+    """A request's tree. best_path: its root, the root's best child, that one's, and so on, as far as they were read."""
 
     def __init__(self, growth: BlockGrowth, trees: TreeRequests, g: int) -> None:
         limits, sampling = trees.limits, trees.sampling
         temperature = float(sampling.temperature_B[g])
         is_hot, rule_1 = np.array([temperature > 0]), limits.rule_B[g : g + 1]
-        self._growth, self._number = growth, g
-        self._kind = int(child_kinds(rule_1, is_hot)[0])
-        self._seed, self._index = int(sampling.seed_B[g]), int(trees.root_index_B[g])
-        self._temperature = temperature if temperature > 0 else 1.0
-        self._tau = float(confidence_tau(np.array([temperature]), rule_1 == Rule.COUPLED.value)[0])
-        self._root, self._num_nodes = int(trees.root_token_B[g]), int(limits.num_nodes_B[g])
+        self.number, self.temperature = g, temperature if temperature > 0 else 1.0
+        self.kind = int(child_kinds(rule_1, is_hot)[0])
+        self.seed, self.index = int(sampling.seed_B[g]), int(trees.root_index_B[g])
+        self.tau = float(confidence_tau(np.array([temperature]), rule_1 == Rule.COUPLED.value)[0])
+        self.best_path = [int(trees.root_token_B[g])]
+        self._growth, self._num_nodes = growth, int(limits.num_nodes_B[g])
         self._max_depth = min(growth.base_GDV.shape[1], int(limits.max_depth_B[g]))
         self._min_prob, self._path_prob = (float(rule[g]) for rule in (limits.rules.min_prob, limits.rules.path_prob))
         is_calibrated = trees.costs is not None and limits.is_auto_B[g]
         self._odds = trees.costs.log_odds_D.tolist() if is_calibrated and trees.costs is not None else [0.0]
         self._depths: list[_Depth] = []
+        self._best_children: list[_BestChildren] = []  # of the best path
+        self._weights: list[float] = []  # of the best path's children
+        self._best_weight = 1.0  # of its last node
 
-    def grow(self, max_children: int) -> TreeNodes:
+    def may_reach(self, depth: int) -> bool:
+        """Return whether the tree has room for a child of the best path's node of this depth."""
+        num_better = sum(weight >= self._best_weight for weight in self._weights)
+        return depth < self._max_depth and num_better <= self._num_nodes and self._best_weight > 0
+
+    def take(self, chosen: _Depth) -> None:
+        """Take the candidates of the next depth, chosen by the last node of the best path or by another one."""
+        depth = len(self._depths)
+        self._depths.append(chosen)
+        if depth == len(self._best_children) < len(self.best_path):
+            children = self._children(self.best_path[depth], depth)
+            self._best_children.append(children)
+            self._weights += (self._best_weight * children.weight_K).tolist()
+            self._best_weight *= float(children.weight_K[0])
+            self.best_path.append(int(children.token_K[0]))
+
+    def grow(self) -> TreeNodes:
         """Grow it: the best candidate becomes a node, and its children become candidates."""
         heap: list[_Node] = []
-        nodes: list[_Node] = [(-1.0, 0, 0, self._root, -1, 1.0, True)]
+        nodes: list[_Node] = [(-1.0, 0, 0, self.best_path[0], -1, 1.0, True)]
         while True:
             weight, _, depth, token, _, path, is_open = nodes[-1]
             if is_open and depth < self._max_depth and path >= self._path_prob:
-                tokens, weights, probs, top_prob = self._children(token, depth, max_children)
-                columns = (tokens.tolist(), (weight * weights).tolist(), (path * probs).tolist())
+                own = self._children_of(token, depth)
+                columns = (own.token_K.tolist(), (weight * own.weight_K).tolist(), (path * own.prob_K).tolist())
                 for rank, (child, child_weight, child_path) in enumerate(zip(*columns, strict=True)):
-                    if top_prob >= self._min_prob and child_weight < 0:
+                    if own.top_prob >= self._min_prob and child_weight < 0:
                         order, is_spine = (len(nodes) << 16) + rank, rank == 0 or not self._growth.has_leaf_siblings
                         candidate = (child_weight, order, depth + 1, child, len(nodes) - 1, child_path, is_spine)
                         heapq.heappush(heap, candidate)
@@ -147,44 +211,27 @@ class _Tree:
                 return self._table(nodes)
             nodes.append(heapq.heappop(heap))
 
-    def _children(self, token: int, depth: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-        """Return the tokens, weights and draft probabilities of the best children, and the largest probability.
+    def _children_of(self, token: int, depth: int) -> _BestChildren:
+        if depth < len(self._best_children) and token == self.best_path[depth]:
+            return self._best_children[depth]
+        if depth == len(self._depths):  # the best path ended above; a node's parent was read before
+            self._growth.read([self], [token], depth)
+        return self._children(token, depth)
 
-        depth: of the token, 0 = the root.
-        """
-        if depth == len(self._depths):  # a node's parent was read before
-            self._depths.append(self._read(token, depth))
+    def _children(self, token: int, depth: int) -> _BestChildren:
+        """Return a node's children from the candidates of its depth, 0 = the root's."""
         own, factors = self._depths[depth], self._growth.factors()
         logit_C = own.base_C
         if factors is not None and own.w2_Cr is not None:
             logit_C = logit_C + own.w2_Cr @ factors[0][token].float().numpy()
         prob_C = np.exp(logit_C - np.logaddexp(_logsumexp(logit_C), own.others))
-        scored_C = (logit_C + own.noise_C) / self._tau
-        best_K = (-scored_C).argsort(kind="stable")[:most]
+        scored_C = (logit_C + own.noise_C) / self.tau
+        best_K = (-scored_C).argsort(kind="stable")[: self._growth.max_children]
         weight_K = np.exp(scored_C[best_K] - np.logaddexp(_logsumexp(scored_C), own.scored_others))
         if log_odds := self._odds[min(depth, len(self._odds) - 1)]:
             held_K = weight_K.clip(_LEAST, _MOST)
             weight_K = np.where(weight_K > 0, held_K / (held_K + (1 - held_K) * np.exp(-log_odds)), 0)
-        return own.token_C[best_K], weight_K, prob_C[best_K], float(prob_C.max())
-
-    def _read(self, token: int, depth: int) -> _Depth:
-        """Read the first node of a depth over the whole vocabulary."""
-        growth = self._growth
-        request_1, token_1 = torch.tensor([self._number]), torch.tensor([token])
-        (logit_V,) = growth.children(growth.hidden_GDH, growth.base_GDV, request_1, depth, token_1) / self._temperature
-        scored_V = logit_V
-        if self._kind == NodeKind.COUPLED.value:
-            scored_V = logit_V + growth.vocab.noise.rows([self._seed], [self._index + depth], "cpu")[0]
-        scored_C, column_C = scored_V.topk(growth.num_candidates)
-        factors = growth.factors()
-        return _Depth(
-            token_C=(column_C if growth.vocab.target_ids is None else growth.vocab.target_ids[column_C]).numpy(),
-            base_C=growth.base_GDV[self._number, depth, column_C].numpy() / np.float32(self._temperature),
-            noise_C=(scored_C - logit_V[column_C]).nan_to_num(0).numpy(),  # 0 at a token that is never drafted
-            others=_others(logit_V, column_C),
-            scored_others=_others(scored_V / self._tau, column_C),
-            w2_Cr=None if factors is None else factors[1][column_C].float().numpy() / np.float32(self._temperature),
-        )
+        return _BestChildren(own.token_C[best_K], weight_K, prob_C[best_K], float(prob_C.max()))
 
     def _table(self, nodes: list[_Node]) -> TreeNodes:
         """Return the nodes breadth-first."""
@@ -192,10 +239,10 @@ class _Tree:
         by_depth = depth_N.argsort(kind="stable")
         row_N = np.empty_like(by_depth)
         row_N[by_depth] = np.arange(len(nodes))
-        kind_N = np.full(len(nodes), self._kind, dtype=np.uint8)
+        kind_N = np.full(len(nodes), self.kind, dtype=np.uint8)
         kind_N[0] = NodeKind.ROOT.value
         return TreeNodes(
-            request_N=np.full(len(nodes), self._number),
+            request_N=np.full(len(nodes), self.number),
             row_N=np.arange(len(nodes)),
             parent_row_N=np.where(parent_N < 0, -1, row_N[parent_N])[by_depth],
             depth_N=depth_N[by_depth],
@@ -204,11 +251,6 @@ class _Tree:
             kind_N=kind_N,
             path_prob_N=path_N[by_depth],
         )
-
-
-def _others(all_V: Tensor, some_C: Tensor) -> float:
-    """Return the logarithm of the sum of exponentials over all tokens but those of these columns."""
-    return float(all_V.index_fill(0, some_C, -torch.inf).logsumexp(0))
 
 
 def _logsumexp(x_C: np.ndarray) -> np.floating:
