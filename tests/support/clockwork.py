@@ -12,6 +12,7 @@ from unittest import mock
 
 import numpy as np
 
+from drafter.drafter import Drafter
 from drafter.proposers.base import FeatureProposer
 from drafter.tree.frontier import Frontier
 from tests.support.engine_here import EngineHere, Pair, engine_here
@@ -21,8 +22,9 @@ from verifier.adaptive import controller
 from verifier.adaptive.cost_model import RowCosts
 from verifier.target import Target
 from workers.comm.ipc import EngineStats, Speculation, Submit
+from workers.cuda_graphs import Size
 from workers.settings import SamplingSettings
-from workers.types import DraftRequest, TargetStep
+from workers.types import DraftReply, DraftRequest, TargetStep
 
 OFF, FIXED, AUTO = Speculation(enabled=False), Speculation(auto=False), Speculation(auto=True)
 
@@ -33,34 +35,62 @@ class ClockCosts:
 
     A step of the target takes fixed + row x rows. The drafter takes message + fed x input rows + level x levels +
     node x nodes. In addition, each request with a tree takes `tree`, which is not part of the start-up profile.
+
+    buckets: milliseconds of a forward by its rows, in place of fixed + row x rows, for a GPU that runs steps and trees
+    in CUDA graphs. Then rows and trees are padded, and a level runs all rows that its trees may have. step, request:
+    what every step and each of its requests takes beside the forward. drafts: what a step with trees takes.
     """
 
-    fixed: float
-    row: float
+    fixed: float = 0.0
+    row: float = 0.0
     message: float
     fed: float
     level: float
     node: float
     tree: float = 0.0
+    buckets: tuple[tuple[int, float], ...] = ()
+    step: float = 0.0
+    request: float = 0.0
+    drafts: float = 0.0
 
     @property
     def rows(self) -> RowCosts:
+        """The start-up profile of the target."""
+        if self.buckets:
+            rows_T, ms_T = np.array(self.buckets, dtype=np.float64).T
+            return RowCosts(rows_T, ms_T).in_buckets(int(rows_T[-1]))
         rows_T = np.array([1.0, 512.0])
         return RowCosts(rows_T, self.fixed + self.row * rows_T)
 
 
+H200 = ClockCosts(
+    buckets=(
+        (1, 5.0), (8, 5.06), (16, 5.75), (64, 5.85), (128, 6.6), (192, 8.3), (256, 9.8), (384, 12.3), (512, 14.7),
+        (768, 19.0), (1024, 25.0), (1280, 31.0),
+    ),
+    message=3.7, fed=0.004, level=0.25, node=0.0009, tree=0.16, step=0.35, request=0.006, drafts=1.1,
+)  # fmt: skip
+"""A target of 8 B parameters with an EAGLE-3 head on one H200, as measured on 2026-11-28."""
+
+
 @dataclass(frozen=True)
 class Run:
-    """The result of a run."""
+    """The result of a run. request_ms: from each request's first token to its last."""
 
     tokens: list[list[int]]
     milliseconds: float
+    request_ms: list[float]
     stats: EngineStats
     num_trees: int  # trees requested from the drafter
 
     @property
     def rate(self) -> float:
         return sum(map(len, self.tokens)) / self.milliseconds
+
+    @property
+    def tpot_ms(self) -> float:
+        """Milliseconds per token after the first, mean over the requests."""
+        return float(np.mean([ms / (len(own) - 1) for ms, own in zip(self.request_ms, self.tokens, strict=True)]))
 
     @property
     def acceptance_length(self) -> float:
@@ -91,7 +121,8 @@ class _Target(Target):
         costs, attention = self.clock.costs, step.attention
         offsets = attention.query_offsets
         has_tree_B = (attention.ancestors_N[offsets[:-1]] != 0) & (offsets[1:] - offsets[:-1] > 1)
-        self.clock.ms += costs.fixed + costs.row * len(step.token_N) + costs.tree * int(has_tree_B.sum())
+        self.clock.ms += float(costs.rows.ms(len(step.token_N))) + costs.tree * int(has_tree_B.sum())
+        self.clock.ms += costs.step + costs.request * len(has_tree_B) + costs.drafts * bool(has_tree_B.any())
         return super().run(step, number, *more, **options)
 
 
@@ -102,12 +133,27 @@ class _Proposer(FeatureProposer):
 
     def extend(self, request: DraftRequest):  # type: ignore[no-untyped-def]
         costs = self.clock.costs
-        self.clock.ms += costs.message + costs.level + costs.fed * len(request.token_M)
+        self._whole = 0
+        if costs.buckets and request.is_answered:
+            self._whole = Size.of(1, int((request.num_nodes_B > 0).sum())).requests * int(request.num_nodes_B.max())
+        level_ms = costs.level + costs.node * self._whole
+        self.clock.ms += costs.message + costs.fed * len(request.token_M) + level_ms * request.is_answered
         return super().extend(request)
 
     def expand(self, level: Frontier):  # type: ignore[no-untyped-def]
-        self.clock.ms += self.clock.costs.level + self.clock.costs.node * len(level.request_F)
+        self.clock.ms += self.clock.costs.level + self.clock.costs.node * (self._whole or len(level.request_F))
         return super().expand(level)
+
+
+class _Drafter(Drafter):
+    """Reports the rows of whole levels where graphs run them, as `drafter.tree.tree_graphs` does."""
+
+    def draft(self, message: DraftRequest) -> DraftReply:
+        reply = super().draft(message)
+        if not (self.proposer.clock.costs.buckets and message.is_answered):  # type: ignore[attr-defined]
+            return reply
+        rows = int((message.num_nodes_B > 0).sum()) * int(message.num_nodes_B.max())
+        return replace(reply, num_run=(reply.num_levels - 1) * rows)
 
 
 @cache
@@ -136,6 +182,8 @@ class Bench:
         requests.clear()
         waiting = list(enumerate(prompts(num_prompts)))
         tokens: dict[int, list[int]] = {}
+        first_ms: dict[int, float] = {}
+        last_ms: dict[int, float] = {}
         num_open = 0
         while waiting or num_open:
             while waiting and num_open < batch:
@@ -151,15 +199,18 @@ class Bench:
                 num_open += 1
             for chunk in self.here.step():
                 tokens[chunk.id] += chunk.tokens
+                last_ms[chunk.id] = self.clock.ms
+                first_ms.setdefault(chunk.id, self.clock.ms)
                 num_open -= chunk.finish_reason is not None
         num_trees = sum(int((request.num_nodes_B > 0).sum()) for request in requests)
-        return Run(list(tokens.values()), self.clock.ms - began, self.engine._stats, num_trees)
+        request_ms = [last_ms[id] - first_ms[id] for id in tokens]
+        return Run(list(tokens.values()), self.clock.ms - began, request_ms, self.engine._stats, num_trees)
 
 
 @contextmanager
-def bench(costs: ClockCosts, row_costs: RowCosts | None = None) -> Iterator[Bench]:
+def bench(costs: ClockCosts, row_costs: RowCosts | None = None, max_num_seqs: int = 16) -> Iterator[Bench]:
     """Start an engine with trees of 16 nodes. row_costs: the start-up profile, if it differs from `costs`."""
-    config = bundled(DYNAMIC, enable_prefix_caching=False)  # because the prompts repeat
+    config = bundled(DYNAMIC, enable_prefix_caching=False, max_num_seqs=max_num_seqs)  # because the prompts repeat
     config = replace(
         config,
         num_pages=1 + config.max_num_seqs * (config.max_model_len // config.page_size),
@@ -171,6 +222,8 @@ def bench(costs: ClockCosts, row_costs: RowCosts | None = None) -> Iterator[Benc
         mock.patch.object(engine, "time", time),
         mock.patch.object(controller, "time", time),
         mock.patch.object(drafting, "time", time),
-        engine_here(config, _pair(), row_costs or costs.rows, target=target, proposer=proposer) as here,
+        engine_here(
+            config, _pair(), row_costs or costs.rows, target=target, proposer=proposer, drafter=_Drafter
+        ) as here,
     ):
         yield Bench(here, clock)

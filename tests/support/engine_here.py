@@ -113,8 +113,9 @@ def engine_here(
     *,
     target: Callable[..., Target] = Target,
     proposer: Callable[..., Proposer] = FeatureProposer,
+    drafter: Callable[..., Drafter] = Drafter,
 ) -> Iterator[EngineHere]:
-    """Start an engine. row_costs: None = measured. target, proposer: factories with their classes' arguments."""
+    """Start an engine. row_costs: None = measured. target, proposer, drafter: factories with their classes' arguments."""
     assert config.num_pages is not None
     num_slots = config.num_pages * config.page_size
     fusion = waiting = None
@@ -128,11 +129,11 @@ def engine_here(
     verifier = target(pair.decoder, kv, config.page_size, None, fusion, waiting)
     vocab_size = pair.decoder.spec.vocab_size
     verifier.grammars = Grammars(TokenTable.of(config, vocab_size))
-    drafter = None
+    channel = None
     if config.draft is not None:
         own = proposer(pair.head, pair.head.new_kv_pool(num_slots, kv_type), config.page_size, config.tree_rows)
-        drafter = FakeChannel(
-            Drafter(
+        channel = FakeChannel(
+            drafter(
                 own,
                 make_tree_policy(config.draft.tree),
                 is_hybrid=config.draft.acceptance.sample_method == "hybrid",
@@ -143,7 +144,7 @@ def engine_here(
     front.setblocking(False)
     with engine_end, front:
         engine = Engine(
-            config, verifier, drafter, FrameSocket(engine_end), config.num_pages,  # type: ignore[arg-type]
+            config, verifier, channel, FrameSocket(engine_end), config.num_pages,  # type: ignore[arg-type]
             row_costs or profile(verifier, config, config.num_pages),
         )  # fmt: skip
-        yield EngineHere(engine, drafter, front)
+        yield EngineHere(engine, channel, front)
