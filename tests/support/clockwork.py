@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import cycle, islice
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,6 +21,8 @@ from tests.support.engines import BUNDLED, DYNAMIC, bundled, prompts
 from verifier import drafting, engine
 from verifier.adaptive import controller
 from verifier.adaptive.cost_model import RowCosts
+from verifier.adaptive.prompt_lookup import LookupResult, PromptLookup
+from verifier.request import Request
 from verifier.target import Target
 from workers.comm.ipc import EngineStats, Speculation, Submit
 from workers.cuda_graphs import Size
@@ -38,7 +41,8 @@ class ClockCosts:
 
     buckets: milliseconds of a forward by its rows, in place of fixed + row x rows, for a GPU that runs steps and trees
     in CUDA graphs. Then rows and trees are padded, and a level runs all rows that its trees may have. step, request:
-    what every step and each of its requests takes beside the forward. drafts: what a step with trees takes.
+    what every step and each of its requests takes beside the forward. drafts: what a step with drafts takes. drafted:
+    what each of the drafter's trees takes. look: of a prompt lookup, for each request.
     """
 
     fixed: float = 0.0
@@ -52,6 +56,8 @@ class ClockCosts:
     step: float = 0.0
     request: float = 0.0
     drafts: float = 0.0
+    drafted: float = 0.0
+    look: float = 0.0
 
     @property
     def rows(self) -> RowCosts:
@@ -68,7 +74,8 @@ H200 = ClockCosts(
         (1, 5.0), (8, 5.06), (16, 5.75), (64, 5.85), (128, 6.6), (192, 8.3), (256, 9.8), (384, 12.3), (512, 14.7),
         (768, 19.0), (1024, 25.0), (1280, 31.0),
     ),
-    message=3.7, fed=0.004, level=0.25, node=0.0009, tree=0.16, step=0.35, request=0.006, drafts=1.1,
+    message=4.4, fed=0.004, level=0.25, node=0.0009, drafted=0.13, tree=0.03, step=0.35, request=0.006, drafts=0.5,
+    look=0.02,
 )  # fmt: skip
 """A target of 8 B parameters with an EAGLE-3 head on one H200, as measured on 2026-11-28."""
 
@@ -133,16 +140,26 @@ class _Proposer(FeatureProposer):
 
     def extend(self, request: DraftRequest):  # type: ignore[no-untyped-def]
         costs = self.clock.costs
-        self._whole = 0
-        if costs.buckets and request.is_answered:
-            self._whole = Size.of(1, int((request.num_nodes_B > 0).sum())).requests * int(request.num_nodes_B.max())
-        level_ms = costs.level + costs.node * self._whole
-        self.clock.ms += costs.message + costs.fed * len(request.token_M) + level_ms * request.is_answered
+        self._whole, num_trees = 0, int((request.num_nodes_B > 0).sum())
+        if costs.buckets and num_trees:
+            self._whole = Size.of(1, num_trees).requests * int(request.num_nodes_B.max())
+        self.clock.ms += costs.message + costs.level + costs.fed * len(request.token_M)
+        self.clock.ms += costs.node * self._whole + costs.drafted * num_trees
         return super().extend(request)
 
     def expand(self, level: Frontier):  # type: ignore[no-untyped-def]
         self.clock.ms += self.clock.costs.level + self.clock.costs.node * (self._whole or len(level.request_F))
         return super().expand(level)
+
+
+class _PromptLookup(PromptLookup):
+    def __init__(self, clock: Clock, *own: Any) -> None:
+        super().__init__(*own)
+        self.clock = clock
+
+    def look(self, requests: Sequence[Request], *more: Any) -> LookupResult:
+        self.clock.ms += self.clock.costs.look * len(requests)
+        return super().look(requests, *more)
 
 
 class _Drafter(Drafter):
@@ -180,7 +197,7 @@ class Bench:
         began, self.engine._stats = self.clock.ms, EngineStats(steps=self.engine._stats.steps)
         requests: list[DraftRequest] = self.engine._drafter.channel.requests  # type: ignore[union-attr]
         requests.clear()
-        waiting = list(enumerate(prompts(num_prompts)))
+        waiting = list(enumerate(islice(cycle(prompts()), num_prompts)))
         tokens: dict[int, list[int]] = {}
         first_ms: dict[int, float] = {}
         last_ms: dict[int, float] = {}
@@ -222,6 +239,7 @@ def bench(costs: ClockCosts, row_costs: RowCosts | None = None, max_num_seqs: in
         mock.patch.object(engine, "time", time),
         mock.patch.object(controller, "time", time),
         mock.patch.object(drafting, "time", time),
+        mock.patch.object(controller, "PromptLookup", partial(_PromptLookup, clock)),
         engine_here(
             config, _pair(), row_costs or costs.rows, target=target, proposer=proposer, drafter=_Drafter
         ) as here,
