@@ -17,7 +17,7 @@ from operator import attrgetter
 
 from verifier.acceptance.coupled import verify, walk
 from verifier.adaptive.controller import Controller, Exchange, Plan, StepOutcome
-from verifier.adaptive.cost_model import UNPROFILED, RowCosts
+from verifier.adaptive.cost_model import UNPROFILED, RowCosts, TimedExchange
 from verifier.admission import rejection_reason, request_of
 from verifier.draft_batch import DraftBatch
 from verifier.drafter_peer import DrafterPeer
@@ -69,7 +69,8 @@ class Engine:
 
     drafter: the link to drafter rank 0, or None without a drafter. num_pages: includes the null page. row_costs: the
     start-up profile of the target, for `auto`. offer_link: opens the link on which a lost drafter's successor connects;
-    None = the loss of the drafter ends the engine. load_fuse: see `HeadSwap`.
+    None = the loss of the drafter ends the engine. load_fuse: see `HeadSwap`. exchanges: the start-up profile of
+    drafting.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Engine:
         row_costs: RowCosts = UNPROFILED,
         offer_link: Callable[[], ChannelOffer] | None = None,
         load_fuse: LoadFuse | None = None,
+        exchanges: Sequence[TimedExchange] = (),
     ) -> None:
         self._config = config
         self._target = target
@@ -99,7 +101,7 @@ class Engine:
         self._hidden_states = HiddenStateBuffer(target.state_pool, self._prefix_cache.keep_states)
         learns = config.draft is not None and bool(config.draft.learning_path)
         self._inputs = StepInputs(config.page_size, config.eos_token_ids, has_states=target.has_states, learns=learns)
-        self._controller = Controller(config, row_costs, self._count_allowed)
+        self._controller = Controller(config, row_costs, self._count_allowed, exchanges)
         self._limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

@@ -48,6 +48,10 @@ class HiddenStatePool:
         """Return the number of free rows."""
         return len(self._free)
 
+    def zeros(self, num_rows: int) -> Tensor:
+        """Return so many states of zeros."""
+        return self._state_NX.new_zeros(num_rows, self._state_NX.shape[1])
+
     def store(self, state_NX: Tensor) -> list[int]:
         """Copy the states into free rows and return the rows in the same order."""
         first = len(self._free) - len(state_NX)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from verifier.adaptive.cost_model import UNPROFILED
-from verifier.adaptive.profile import profile
+from verifier.adaptive.profile import profile, profile_drafting
 from verifier.engine import Engine
 from verifier.hidden_states import HiddenStatePool, max_buffered_states
 from verifier.target import Fuse, Target
@@ -68,7 +68,10 @@ def run(
     else:
         needs_profile = config.draft is not None and config.draft.tree.prune.simulated_costs is None
         warm_up(target, config, num_pages)
-        row_costs = profile(target, config, num_pages) if needs_profile else UNPROFILED
+        row_costs, exchanges = UNPROFILED, []
+        if needs_profile:
+            row_costs = profile(target, config, num_pages)
+            exchanges = profile_drafting(target, world.link, config)
         freeze_start_up()  # before Ready is sent
         PULSE.serve()
         world.end_start_up()
@@ -86,7 +89,7 @@ def run(
         may_lose = config.draft is not None and config.draft.fallback
         offer_link = world.offer_link if may_lose else None
         load_fuse = partial(_load_fuse, world, specs) if has_swappable_head(config.draft) else None
-        engine = Engine(config, target, world.link, socket, num_pages, row_costs, offer_link, load_fuse)
+        engine = Engine(config, target, world.link, socket, num_pages, row_costs, offer_link, load_fuse, exchanges)
         try:
             engine.run()
         except ipc.FrontGone:

@@ -19,7 +19,7 @@ from drafter.tree.frontier import Frontier
 from tests.support.engine_here import EngineHere, Pair, engine_here
 from tests.support.engines import BUNDLED, DYNAMIC, bundled, prompts
 from verifier import drafting, engine
-from verifier.adaptive import controller
+from verifier.adaptive import controller, profile
 from verifier.adaptive.cost_model import RowCosts
 from verifier.adaptive.prompt_lookup import LookupResult, PromptLookup
 from verifier.request import Request
@@ -239,6 +239,7 @@ def bench(costs: ClockCosts, row_costs: RowCosts | None = None, max_num_seqs: in
         mock.patch.object(engine, "time", time),
         mock.patch.object(controller, "time", time),
         mock.patch.object(drafting, "time", time),
+        mock.patch.object(profile, "time", time),
         mock.patch.object(controller, "PromptLookup", partial(_PromptLookup, clock)),
         engine_here(
             config, _pair(), row_costs or costs.rows, target=target, proposer=proposer, drafter=_Drafter

@@ -21,7 +21,7 @@ from drafter.proposers.feature_head import FeatureHead
 from drafter.tree.policy import make_tree_policy
 from tests.support.fakes import FakeChannel
 from verifier.adaptive.cost_model import RowCosts
-from verifier.adaptive.profile import profile
+from verifier.adaptive.profile import profile, profile_drafting
 from verifier.engine import Engine
 from verifier.hidden_states import HiddenStatePool, max_buffered_states
 from verifier.target import Target
@@ -143,8 +143,9 @@ def engine_here(
     engine_end, front = socket.socketpair()
     front.setblocking(False)
     with engine_end, front:
+        exchanges = profile_drafting(verifier, channel, config) if channel else []  # type: ignore[arg-type]
         engine = Engine(
             config, verifier, channel, FrameSocket(engine_end), config.num_pages,  # type: ignore[arg-type]
-            row_costs or profile(verifier, config, config.num_pages),
+            row_costs or profile(verifier, config, config.num_pages), exchanges=exchanges,
         )  # fmt: skip
         yield EngineHere(engine, channel, front)

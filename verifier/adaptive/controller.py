@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from verifier.adaptive.calibration import Calibration
-from verifier.adaptive.cost_model import CostModel, DraftWork, RowCosts
+from verifier.adaptive.cost_model import CostModel, DraftWork, RowCosts, TimedExchange
 from verifier.adaptive.gate import SpeculationGate
 from verifier.adaptive.prompt_lookup import Average, CountAllowed, LookupResult, PromptLookup
 from verifier.draft_batch import DraftBatch
@@ -91,16 +91,22 @@ class StepOutcome(NamedTuple):
 class Controller:
     """Owned by the engine, which calls `plan` before each step and `observe` after it.
 
-    row_costs: the start-up profile of the target. Simulated costs in the configuration replace it. count_allowed: how
-    many of some tokens, from the first, a request's grammar allows next.
+    row_costs, exchanges: the start-up profile of the target and of drafting. Simulated costs in the configuration
+    replace it. count_allowed: how many of some tokens, from the first, a request's grammar allows next.
     """
 
-    def __init__(self, config: EngineConfig, row_costs: RowCosts, count_allowed: CountAllowed) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        row_costs: RowCosts,
+        count_allowed: CountAllowed,
+        exchanges: Iterable[TimedExchange] = (),
+    ) -> None:
         prune = config.draft.tree.prune if config.draft else PruneConfig()
         self._has_lookup = prune.prompt_lookup
         self._max_rows, self._max_backlog = max_message_rows(config), max_backlog(config)
         self._next_input, self._draft_depth = partial(next_input, config=config), partial(draft_depth, config=config)
-        self._costs = CostModel(row_costs, prune.simulated_costs)
+        self._costs = CostModel(row_costs, prune.simulated_costs, exchanges)
         self._gate = SpeculationGate()
         self._lookup = PromptLookup(count_allowed)
         self._growth = Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree
@@ -152,12 +158,11 @@ class Controller:
         """Return the requests under `auto` that get a tree. others: requests that always get one."""
         ranked = sorted(auto, key=self._rows_per_step)
         pace_K = self._paces(ranked, others, step)
-        is_guess = not self._costs.has_measured_drafting  # it switches nothing off and prefers no lookup
-        if not self._gate.weigh(math.inf if is_guess else float(pace_K[1:].max() / pace_K[0]), len(step.decode)):
+        if not self._gate.weigh(float(pace_K[1:].max() / pace_K[0]), len(step.decode)):
             return []
         if self._gate.is_probe:  # the cheapest one
             return [min(auto, key=lambda request: (found is not None and request in found.chosen, backlog(request)))]
-        if found is None or is_guess:
+        if found is None:
             return ranked[: 1 + int(pace_K[1:].argmax())]
         ranked.sort(key=found.expected_tokens)
         return ranked[: int(self._paces(ranked, others, step, found).argmax())]

@@ -8,7 +8,7 @@ Legend: T table entries, J terms of a cost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -22,11 +22,9 @@ from workers.config import SimulatedCosts
 from workers.cuda_graphs import bucket
 from workers.types import DraftCosts, DraftReply
 
-_LOAD_RATE = 0.5  # share of a step's error by which the load moves
-_TREE_RATE = 0.1  # the same for the cost of a tree, which is told from the load where steps with and without trees meet
-_DRAFT_RATE = 0.05  # the same for the cost of drafting, once it has 1 / rate measurements
-_MAX_ERROR = 0.5  # errors count up to this share of the estimate
-_WARM_UP_EXCHANGES = 2  # exchanges with trees that only load and compile code
+_NOISE = 0.1  # of a measurement, as a share of it
+_LOAD_DRIFT = 0.05  # of the load, in a step
+_DRIFT = 0.02  # of every other price, in a measurement, as a share of it
 
 _Quantity = Any  # a number, or an array for several alternatives at once
 
@@ -75,58 +73,50 @@ class DraftWork(NamedTuple):
     nodes_run: _Quantity = 0.0  # on those levels; all rows of the graph for static growth
 
 
-class _VerifyCost:
-    """Milliseconds of a step without its drafting: `load` x (table + `tree_ms` x trees).
+class TimedExchange(NamedTuple):
+    """An exchange with the drafter at start-up."""
 
-    Every step moves the load, so that it follows the machine. What trees cost beyond their rows changes slowly.
+    work: DraftWork
+    ms: float
+
+
+class LinearCost:
+    """Milliseconds as a sum of prices x terms. The prices follow measurements: a Kalman filter.
+
+    A measurement moves a price by how uncertain it is, so a term that was never measured alone is still told from the
+    others once their prices are known. A hiccup counts as a noisy measurement and moves little.
+
+    price_J: the guess. deviation_J, drift_J: the standard deviations of the guess and of a price's change from one
+    measurement to the next; None = a share of the price.
     """
 
-    def __init__(self) -> None:
-        self.load, self.tree_ms = 1.0, 0.0
+    def __init__(self, price_J: np.ndarray, deviation_J: np.ndarray, drift_J: np.ndarray | None = None) -> None:
+        self.price_J, self._drift_J, self._cov_JJ = price_J, drift_J, np.diag(deviation_J**2)
 
-    def ms(self, table_ms: _Quantity, num_trees: _Quantity) -> _Quantity:
-        return self.load * (table_ms + self.tree_ms * num_trees)
+    def ms(self, terms: Iterable[_Quantity]) -> _Quantity:
+        """Return the predicted time, in milliseconds."""
+        return sum(map(mul, self.price_J.tolist(), terms))
 
-    def observe(self, ms: float, table_ms: float, num_trees: int) -> None:
-        estimate = self.ms(table_ms, num_trees)
-        error = _bounded_error(ms, estimate) / estimate
-        if num_trees:
-            quiet_ms = estimate / self.load
-            self.tree_ms = max(0.0, self.tree_ms + _TREE_RATE * error * quiet_ms / num_trees)
-        self.load *= 1 + _LOAD_RATE * error
-
-
-class DraftCost:
-    """Milliseconds of an exchange with the drafter at a load of 1: `scale` x the guess.
-
-    The guess gives the ratios of the terms. The scale is the mean of all measurements at first, then of recent ones.
-    """
-
-    def __init__(self, guess: DraftWork) -> None:
-        self._guess, self._scale, self._count = guess, 1.0, 0
-
-    def ms(self, work: DraftWork) -> _Quantity:
-        """Return the predicted time of an exchange, in milliseconds."""
-        return self._scale * sum(map(mul, self._guess, work))
-
-    def observe(self, ms: float, work: DraftWork) -> None:
-        """Move the scale to a measurement."""
-        estimate = self.ms(work)
-        self._count += 1
-        error = _bounded_error(ms, estimate) if self._count > 1 else ms - estimate
-        self._scale *= 1 + max(_DRAFT_RATE, 1 / self._count) * error / estimate
+    def observe(self, ms: float, terms: Iterable[float]) -> None:
+        """Move the prices to a measurement."""
+        term_J = np.array(list(terms), dtype=np.float64)
+        self._cov_JJ += np.diag((_DRIFT * self.price_J if self._drift_J is None else self._drift_J) ** 2)
+        along_J, error = self._cov_JJ @ term_J, ms - float(self.price_J @ term_J)
+        gain_J = along_J / (term_J @ along_J + (_NOISE * max(ms, ms - error)) ** 2)
+        self.price_J = np.maximum(self.price_J + gain_J * error, 0.0)
+        self._cov_JJ -= np.outer(gain_J, along_J)
 
 
 class CostModel:
     """Forecasts the milliseconds of steps.
 
-    row_costs: the start-up profile. prices: if given, they replace the profile and all measurements.
+    row_costs, exchanges: the start-up profile. prices: if given, they replace the profile and all measurements.
     """
 
-    def __init__(self, row_costs: RowCosts, prices: SimulatedCosts | None) -> None:
+    def __init__(
+        self, row_costs: RowCosts, prices: SimulatedCosts | None, exchanges: Iterable[TimedExchange] = ()
+    ) -> None:
         self.is_given = prices is not None
-        self._num_exchanges = 0
-        self._verify_cost = _VerifyCost()
         if prices is not None:
             rows_T = np.array([1.0, 4096.0])
             self._table = RowCosts(rows_T, prices.step_ms + rows_T * prices.row_ms)
@@ -135,12 +125,14 @@ class CostModel:
             self._table = row_costs
             row = float(row_costs.ms(1))
             guess = DraftWork(messages=0.2 * row, rows_fed=0.01 * row, levels=0.1 * row, nodes_run=0.01 * row)
-        self._drafting = DraftCost(guess)
-
-    @property
-    def has_measured_drafting(self) -> bool:
-        """Return whether the cost of drafting has been measured."""
-        return self.is_given or self._num_exchanges > _WARM_UP_EXCHANGES
+        row = float(self._table.ms(1))
+        # The load, what a step with drafts takes beside its rows, and what each tree does.
+        self._verifying = LinearCost(
+            np.array([1.0, 0.0, 0.0]), np.array([0.1, 0.1 * row, 0.1 * row]), np.array([_LOAD_DRIFT, 0.0, 0.0])
+        )
+        self._drafting = LinearCost(np.array(guess), row * np.array([1.0, 0.01, 0.2, 0.01]))
+        for work, ms in exchanges:
+            self._drafting.observe(ms, work)
 
     def verify_ms(self, step: Step, num_nodes: np.ndarray | float, num_trees: np.ndarray | float) -> np.ndarray:
         """Return the predicted time of the step without drafting and prompts, in milliseconds; inputs may be arrays.
@@ -148,13 +140,17 @@ class CostModel:
         Prompts are left out because they must be computed in any case.
         """
         table_ms = self._table.ms(_num_rows(step) + num_nodes)
-        return self._verify_cost.ms(table_ms, num_trees) - self.prefill_ms(step)
+        return self._verifying.ms((table_ms, np.minimum(num_trees, 1), num_trees)) - self.prefill_ms(step)
 
     def prefill_ms(self, step: Step) -> float:
         """Return the predicted time that the step's prompts add, in milliseconds."""
         if not step.prefill:
             return 0.0
-        return float(self._verify_cost.ms(self._table.ms(_num_rows(step)) - self._table.ms(len(step.decode)), 0))
+        return self._load * float(self._table.ms(_num_rows(step)) - self._table.ms(len(step.decode)))
+
+    @property
+    def _load(self) -> float:
+        return float(self._verifying.price_J[0])
 
     def for_drafter(self, inputs: Mapping[Request, DraftInput], step: Step, log_odds_D: np.ndarray) -> DraftCosts:
         """Return the costs by which the drafter sizes this step's trees."""
@@ -173,7 +169,7 @@ class CostModel:
 
     def draft_ms(self, work: DraftWork) -> _Quantity:
         """Return the predicted time of an exchange with the drafter, in milliseconds."""
-        return self._verify_cost.load * self._drafting.ms(work)
+        return self._load * self._drafting.ms(work)
 
     def observe_exchange(self, inputs: Mapping[Request, DraftInput], reply: DraftReply, ms: float) -> float:
         """Learn from an exchange with the drafter. Return its milliseconds, by the given prices if there are any."""
@@ -181,9 +177,7 @@ class CostModel:
         work = DraftWork(messages=1, rows_fed=num_rows(inputs), levels=levels, nodes_run=reply.num_run)
         if self.is_given:
             return float(self.draft_ms(work))
-        self._num_exchanges += 1
-        if self.has_measured_drafting:
-            self._drafting.observe(ms / self._verify_cost.load, work)
+        self._drafting.observe(ms / self._load, work)
         return ms
 
     def believed_ms(self, step: Step, num_nodes: int, num_trees: int, ms: float) -> float:
@@ -196,11 +190,7 @@ class CostModel:
         """Learn from a step's time without drafting. Steps with prompts are ignored: they blur the cost of rows."""
         if not self.is_given and not step.prefill:
             table_ms = float(self._table.ms(len(step.decode) + num_nodes))
-            self._verify_cost.observe(ms, table_ms, num_trees)
-
-
-def _bounded_error(ms: float, estimate: float) -> float:
-    return min(max(ms - estimate, -_MAX_ERROR * estimate), _MAX_ERROR * estimate)
+            self._verifying.observe(ms, (table_ms, min(num_trees, 1), num_trees))
 
 
 def _num_rows(step: Step) -> int:
