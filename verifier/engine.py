@@ -142,7 +142,7 @@ class Engine:
         if self._front.is_behind:
             return
         free_pages, find = self._allocator.num_free, self._prefix_cache.find
-        step = schedule(self._waiting, self._running, free_pages, self._limits, find)
+        step = schedule(self._waiting, self._running, free_pages, self._limits, find, self._controller.auto_rows)
         self._stats.lacks_pages = step.lacks_pages
         if step.is_empty:
             return self._catch_up()

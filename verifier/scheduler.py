@@ -1,8 +1,9 @@
 """The scheduler: decides which requests decode, prefill, join and are preempted in one step. A pure function.
 
-Every decoding request verifies one tree. The rest of the step's token budget, but at least one page, goes to prompts in
-chunks, in order. Then waiting requests join in order, while seats and pages last. The order is that of priorities, and
-of arrival among equal ones; without priorities it is that of arrival alone.
+Every decoding request verifies one tree; under `auto` it is expected to have twice the nodes of the last step's. The
+rest of the step's token budget, but at least one page, goes to prompts in chunks, in order. Then waiting requests join
+in order, while seats and pages last. The order is that of priorities, and of arrival among equal ones; without
+priorities it is that of arrival alone.
 
 A prompt that needs several steps leaves up to half of each to shorter prompts behind it, those that fit whole; it gets
 back what they do not need. So a long prompt delays them by a step, and they delay it by as much again at most.
@@ -23,6 +24,7 @@ joins only if the other requests' trees of the next step fit as well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -91,9 +93,11 @@ def schedule(
     num_free_pages: int,
     limits: Limits,
     find: Callable[[Request], PrefixMatch] = lambda request: NO_MATCH,
+    auto_rows: float = math.inf,
 ) -> Step:
     """Return the next step. `waiting` and `running` are sorted by `Request.order`; neither is changed.
 
+    auto_rows: how many rows a tree under `auto` is expected to have; its request verifies no more if prompts need them.
     find: returns the shareable pages of a waiting request (`PrefixCache.find`). Every request must fit the pool alone.
     """
     kept, preempted = list(running), []
@@ -106,7 +110,8 @@ def schedule(
         num_free_pages += limits.pages_for(leaving) - len(still_held.intersection(leaving.pages))
 
     decode = [request for request in kept if request.is_decoding]
-    prompts = _PromptRows(limits, sum(request.tree_rows for request in decode))
+    tree_rows = sum(min(r.tree_rows, auto_rows) if r.is_auto else r.tree_rows for r in decode)
+    prompts = _PromptRows(limits, math.ceil(tree_rows))
     is_prefilling = len(decode) < len(kept)
     for request in kept if is_prefilling else ():
         if not request.is_decoding and prompts.fits(request, request.num_computed):

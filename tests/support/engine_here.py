@@ -115,7 +115,7 @@ def engine_here(
     proposer: Callable[..., Proposer] = FeatureProposer,
     drafter: Callable[..., Drafter] = Drafter,
 ) -> Iterator[EngineHere]:
-    """Start an engine. row_costs: None = measured. target, proposer, drafter: factories with their classes' arguments."""
+    """Start an engine. row_costs: None = measured. target, proposer, drafter: factories with the classes' arguments."""
     assert config.num_pages is not None
     num_slots = config.num_pages * config.page_size
     fusion = waiting = None

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from verifier.adaptive.calibration import Calibration
-from verifier.adaptive.cost_model import CostModel, DraftWork, RowCosts, TimedExchange
+from verifier.adaptive.cost_model import CostModel, DraftWork, RowCosts, TimedExchange, num_step_rows
 from verifier.adaptive.gate import SpeculationGate
 from verifier.adaptive.prompt_lookup import Average, CountAllowed, LookupResult, PromptLookup
 from verifier.draft_batch import DraftBatch
@@ -38,7 +38,7 @@ from verifier.request import Request
 from verifier.scheduler import Step
 from workers.config import EngineConfig, PruneConfig
 from workers.types import DraftCosts, DraftReply, Verdict
-from workers.workspace import max_backlog, max_message_rows
+from workers.workspace import max_backlog, max_message_rows, max_step_rows
 
 _LOOK_EVERY = 96  # steps between two lookups while they do not pay
 _TREE_RATE = 0.005  # of the average tree, over some 200: over 50 it varies by 8 % of the pace, and so does the gate
@@ -111,6 +111,8 @@ class Controller:
         self._lookup = PromptLookup(count_allowed)
         self._growth = Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree
         self._num_steps = 0
+        self._max_step_rows = max_step_rows(config)
+        self.auto_rows = 1 + 4.0  # of a request in the next step, as the scheduler is to expect
         self.forget_trees()
 
     def forget_trees(self) -> None:
@@ -128,15 +130,18 @@ class Controller:
         is_idle = self._gate.begin_step(len(step.decode))
         candidates = [r for r in running if not (is_idle and r.is_auto) or is_due(r, self._max_backlog)]
         inputs = {r: own for r in candidates if (own := self._next_input(r)) is not None}
-        auto = [r for r, own in inputs.items() if own.num_nodes and r.is_auto]
         others = [r for r, own in inputs.items() if own.num_nodes and not r.is_auto]
+        room = self._max_step_rows - num_step_rows(step) - sum(inputs[r].num_nodes for r in others)
+        auto = _fitting({r: own.num_nodes for r, own in inputs.items() if r.is_auto}, room)
         chosen = set(self._choose(auto, others, step, found)) if auto and not is_idle else set()
         inputs = self._sent(inputs, chosen)
         costs = None
         if any(own.num_nodes and r.is_auto for r, own in inputs.items()):
             costs = self._costs.for_drafter(inputs, step, self._calibration.log_odds_D)
         has_tree = {r for r, own in inputs.items() if own.num_nodes}
-        lookup_drafts = {r: own for r, own in found.chosen.items() if r not in has_tree} if found else {}
+        room -= sum(own.num_nodes for r, own in inputs.items() if r.is_auto)
+        chains = {r: len(own) for r, own in found.chosen.items() if r not in has_tree} if found else {}
+        lookup_drafts = {r: found.chosen[r] for r in _fitting(chains, room)} if found else {}
         return Plan(
             inputs=inputs, costs=costs, lookup_drafts=lookup_drafts, found=found, look_ms=look_ms,
             is_probe=self._gate.is_probe,
@@ -215,7 +220,8 @@ class Controller:
         draft_ms = self._observe_exchange(plan, outcome.exchange) if outcome.exchange else 0.0
         if not any(request.is_auto for request in step.decode):
             return
-        verify_ms = self._costs.believed_ms(step, num_nodes, num_trees, outcome.ms - draft_ms)
+        self.auto_rows = 1 + max(1.0, 2 * num_nodes / len(step.decode))  # twice as many, so that trees may grow
+        verify_ms = self._costs.believed_ms(step, num_nodes, num_trees, outcome.ms - draft_ms - plan.look_ms)
         if plan.is_probe:
             self._observe_probe(plan, outcome, draft_ms + verify_ms)
         if plan.found is not None:
@@ -266,6 +272,16 @@ class Controller:
         is_shown_B = [is_ours and not r.rule.is_sampled for (r, _, _), is_ours in zip(own, is_ours_B, strict=True)]
         verdicts = outcome.verdicts[: len(outcome.step.decode)]
         self._calibration.learn(outcome.drafts.trees, verdicts, np.array(is_shown_B))
+
+
+def _fitting(nodes: Mapping[Request, int], room: int) -> list[Request]:
+    """Return the requests with nodes, in order, whose nodes fit into a step's `room`."""
+    found = []
+    for request, count in nodes.items():
+        if 0 < count <= room:
+            found.append(request)
+            room -= count
+    return found
 
 
 def _saving(gain: float) -> float:

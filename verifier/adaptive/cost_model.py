@@ -139,14 +139,14 @@ class CostModel:
 
         Prompts are left out because they must be computed in any case.
         """
-        table_ms = self._table.ms(_num_rows(step) + num_nodes)
+        table_ms = self._table.ms(num_step_rows(step) + num_nodes)
         return self._verifying.ms((table_ms, np.minimum(num_trees, 1), num_trees)) - self.prefill_ms(step)
 
     def prefill_ms(self, step: Step) -> float:
         """Return the predicted time that the step's prompts add, in milliseconds."""
         if not step.prefill:
             return 0.0
-        return self._load * float(self._table.ms(_num_rows(step)) - self._table.ms(len(step.decode)))
+        return self._load * float(self._table.ms(num_step_rows(step)) - self._table.ms(len(step.decode)))
 
     @property
     def _load(self) -> float:
@@ -154,7 +154,7 @@ class CostModel:
 
     def for_drafter(self, inputs: Mapping[Request, DraftInput], step: Step, log_odds_D: np.ndarray) -> DraftCosts:
         """Return the costs by which the drafter sizes this step's trees."""
-        first_row, most = _num_rows(step), sum(own.num_nodes for own in inputs.values())
+        first_row, most = num_step_rows(step), sum(own.num_nodes for own in inputs.values())
         num_trees = sum(own.num_nodes > 0 for own in inputs.values())
         knots = self._table.rows_T - first_row
         nodes_T = np.array([0, *knots[(knots > 0) & (knots < most)], most])
@@ -193,6 +193,6 @@ class CostModel:
             self._verifying.observe(ms, (table_ms, min(num_trees, 1), num_trees))
 
 
-def _num_rows(step: Step) -> int:
+def num_step_rows(step: Step) -> int:
     """Return the step's rows without drafts."""
     return len(step.decode) + sum(chunk.stop - chunk.start for _, chunk in step.prefill)

@@ -48,6 +48,7 @@ class SpeculationGate:
         self._batch = num_decoding
         if (advantage > 1) != self.is_on:
             self.is_on, self._waited = not self.is_on, 0
+            self._gap = min(max(self._gap, _FIRST_GAP * num_decoding), _MOST_GAP)
         self._waited += 1
         if self.is_on:
             self._probes_left = 0

@@ -27,6 +27,7 @@ _MOST_PLACES = 64
 """The most occurrences compared; it bounds the search in a text that repeats one token."""
 _PRIOR_COUNT = 4  # weight of the prior acceptance of a length, in matches
 _PRIOR_TOKENS = 4.0  # weight of the prior of a request's factor, in tokens
+_PRIOR_LOOKS = 10  # weight of the prior profit, in lookups
 _LEAST_WEIGHT = 0.03  # drafts end where the path's probability falls below
 _LEAST_PROFIT = 0.01  # below 1 % of a step, a look in every step does not pay
 _MARGIN = 1.03  # the required gain: the best drafts are overrated
@@ -102,23 +103,23 @@ class LookupDraft:
 
 
 def choose(
-    drafts: Sequence[LookupDraft], base_tokens: float, ms_of: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    drafts: Sequence[LookupDraft], num_requests: int, ms_of: Callable[[np.ndarray, np.ndarray], np.ndarray]
 ) -> tuple[list[int], float]:
-    """Return the number of tokens of each draft to verify, and the factor by which tokens per millisecond rise.
+    """Return the number of tokens of each draft to verify, and the factor by which the pace rises.
 
-    base_tokens: tokens of the step without drafts. ms_of(nodes, trees): its time with that many draft nodes and chains,
-    for arrays of both.
+    The pace is the controller's objective. num_requests: of the step. ms_of(nodes, trees): its time with that many
+    draft nodes and chains, for arrays of both.
     """
-    weight_N = np.concatenate([draft.weights for draft in drafts])
+    saved_N = np.concatenate([-np.diff(1 / (1 + np.cumsum([0.0, *draft.weights]))) for draft in drafts])
     owner_N = np.repeat(np.arange(len(drafts)), [len(draft.weights) for draft in drafts])
-    # The sort is stable and weights never rise along a chain, so its nodes stay in order.
-    order_N = np.argsort(-weight_N, kind="stable")
+    # The sort is stable and a chain's later nodes save less, so its nodes stay in order.
+    order_N = np.argsort(-saved_N, kind="stable")
     is_first_N = np.diff(owner_N, prepend=-1)[order_N] != 0
     nodes_N, trees_N = np.arange(len(order_N) + 1), np.concatenate([[0], np.cumsum(is_first_N)])
-    rate_N = (base_tokens + np.concatenate([[0.0], np.cumsum(weight_N[order_N])])) / ms_of(nodes_N, trees_N)
-    best = int(np.where(nodes_N, rate_N / _MARGIN, rate_N).argmax())
+    pace_N = 1 / ((num_requests - np.concatenate([[0.0], np.cumsum(saved_N[order_N])])) * ms_of(nodes_N, trees_N))
+    best = int(np.where(nodes_N, pace_N / _MARGIN, pace_N).argmax())
     counts = np.bincount(owner_N[order_N[:best]], minlength=len(drafts)).tolist()
-    return counts, float(rate_N[best] / rate_N[0])
+    return counts, float(pace_N[best] / pace_N[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +129,7 @@ class LookupResult:
     candidates: Mapping[Request, LookupDraft]
     chosen: Mapping[Request, list[int]]
     gain: float
-    """The factor by which tokens per millisecond rise if all chosen drafts are verified."""
+    """The factor by which the pace rises if all chosen drafts are verified."""
 
     def expected_tokens(self, request: Request) -> float:
         """Return the expected accepted tokens of the request's chosen draft; 0 without one."""
@@ -149,7 +150,7 @@ class PromptLookup:
         self._count_allowed = count_allowed
         # How often matches of each length continue: at first 0, 1/3, 1/2, 3/5, ...
         self._chance_L = [Average(length / (length + 2), _PRIOR_COUNT) for length in range(_LONGEST + 1)]
-        self.profit = Average(0.1, round(1 / RATE))  # of a lookup, as a share of the step: optimistic at first
+        self.profit = Average(0.1, _PRIOR_LOOKS)  # of a lookup, as a share of the step: optimistic at first
         self._index: WeakKeyDictionary[Request, TokenIndex] = WeakKeyDictionary()
 
     @property
@@ -161,10 +162,10 @@ class PromptLookup:
         self,
         requests: Sequence[Request],
         depth_of: Callable[[Request], int],
-        base_tokens: float,
+        num_requests: int,
         ms_of: Callable[[np.ndarray, np.ndarray], np.ndarray],
     ) -> LookupResult:
-        """Find and choose drafts. depth_of: the longest draft of a request. base_tokens, ms_of: see `choose`."""
+        """Find and choose drafts. depth_of: the longest draft of a request. num_requests, ms_of: see `choose`."""
         candidates = {}
         for request in requests:
             assert request.limits is not None
@@ -174,7 +175,7 @@ class PromptLookup:
         able = [(request, draft) for request, draft in candidates.items() if draft.weights]
         if not able:
             return LookupResult(candidates=candidates, chosen={}, gain=1.0)
-        counts, gain = choose([draft for _, draft in able], base_tokens, ms_of)
+        counts, gain = choose([draft for _, draft in able], num_requests, ms_of)
         chosen = {r: draft.tokens[:count] for (r, draft), count in zip(able, counts, strict=True) if count}
         return LookupResult(candidates=candidates, chosen=chosen, gain=gain)
 
