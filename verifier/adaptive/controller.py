@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -100,7 +100,7 @@ class Controller:
         config: EngineConfig,
         row_costs: RowCosts,
         count_allowed: CountAllowed,
-        exchanges: Iterable[TimedExchange] = (),
+        exchanges: Sequence[TimedExchange] = (),
     ) -> None:
         prune = config.draft.tree.prune if config.draft else PruneConfig()
         self._has_lookup = prune.prompt_lookup

@@ -8,7 +8,7 @@ Legend: T table entries, J terms of a cost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -86,12 +86,16 @@ class LinearCost:
     A measurement moves a price by how uncertain it is, so a term that was never measured alone is still told from the
     others once their prices are known. A hiccup counts as a noisy measurement and moves little.
 
-    price_J: the guess. deviation_J, drift_J: the standard deviations of the guess and of a price's change from one
-    measurement to the next; None = a share of the price.
+    price_J: the guess. deviation_J: its standard deviation. drift_J: that of the change of all prices together from one
+    measurement to the next; None = a share of each.
     """
 
     def __init__(self, price_J: np.ndarray, deviation_J: np.ndarray, drift_J: np.ndarray | None = None) -> None:
         self.price_J, self._drift_J, self._cov_JJ = price_J, drift_J, np.diag(deviation_J**2)
+
+    def tie(self, deviation: float) -> None:
+        """From now on all prices change together, in their present ratio. deviation: of their scale, as a share."""
+        self._cov_JJ = np.outer(deviation * self.price_J, deviation * self.price_J)
 
     def ms(self, terms: Iterable[_Quantity]) -> _Quantity:
         """Return the predicted time, in milliseconds."""
@@ -100,7 +104,8 @@ class LinearCost:
     def observe(self, ms: float, terms: Iterable[float]) -> None:
         """Move the prices to a measurement."""
         term_J = np.array(list(terms), dtype=np.float64)
-        self._cov_JJ += np.diag((_DRIFT * self.price_J if self._drift_J is None else self._drift_J) ** 2)
+        drift_J = _DRIFT * self.price_J if self._drift_J is None else self._drift_J
+        self._cov_JJ += np.outer(drift_J, drift_J)
         along_J, error = self._cov_JJ @ term_J, ms - float(self.price_J @ term_J)
         gain_J = along_J / (term_J @ along_J + (_NOISE * max(ms, ms - error)) ** 2)
         self.price_J = np.maximum(self.price_J + gain_J * error, 0.0)
@@ -114,25 +119,27 @@ class CostModel:
     """
 
     def __init__(
-        self, row_costs: RowCosts, prices: SimulatedCosts | None, exchanges: Iterable[TimedExchange] = ()
+        self, row_costs: RowCosts, prices: SimulatedCosts | None, exchanges: Sequence[TimedExchange] = ()
     ) -> None:
         self.is_given = prices is not None
         if prices is not None:
             rows_T = np.array([1.0, 4096.0])
             self._table = RowCosts(rows_T, prices.step_ms + rows_T * prices.row_ms)
-            guess = DraftWork(messages=prices.draft_ms, levels=prices.level_ms)
+            guess, row = DraftWork(messages=prices.draft_ms, levels=prices.level_ms), 0.0
         else:
             self._table = row_costs
             row = float(row_costs.ms(1))
             guess = DraftWork(messages=0.2 * row, rows_fed=0.01 * row, levels=0.1 * row, nodes_run=0.01 * row)
-        row = float(self._table.ms(1))
         # The load, what a step with drafts takes beside its rows, and what each tree does.
         self._verifying = LinearCost(
-            np.array([1.0, 0.0, 0.0]), np.array([0.1, 0.1 * row, 0.1 * row]), np.array([_LOAD_DRIFT, 0.0, 0.0])
+            np.array([1.0, 0.1 * row, 0.005 * row]),
+            np.array([0.1, 0.1 * row, 0.1 * row]),
+            np.array([_LOAD_DRIFT, 0, 0]),
         )
         self._drafting = LinearCost(np.array(guess), row * np.array([1.0, 0.01, 0.2, 0.01]))
         for work, ms in exchanges:
             self._drafting.observe(ms, work)
+        self._drafting.tie(0.1 if exchanges else 1.0)
 
     def verify_ms(self, step: Step, num_nodes: np.ndarray | float, num_trees: np.ndarray | float) -> np.ndarray:
         """Return the predicted time of the step without drafting and prompts, in milliseconds; inputs may be arrays.

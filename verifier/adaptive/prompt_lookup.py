@@ -27,7 +27,7 @@ _MOST_PLACES = 64
 """The most occurrences compared; it bounds the search in a text that repeats one token."""
 _PRIOR_COUNT = 4  # weight of the prior acceptance of a length, in matches
 _PRIOR_TOKENS = 4.0  # weight of the prior of a request's factor, in tokens
-_PRIOR_LOOKS = 10  # weight of the prior profit, in lookups
+_PRIOR_LOOKS = 4  # weight of the prior profit, in lookups
 _LEAST_WEIGHT = 0.03  # drafts end where the path's probability falls below
 _LEAST_PROFIT = 0.01  # below 1 % of a step, a look in every step does not pay
 _MARGIN = 1.03  # the required gain: the best drafts are overrated

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.clockwork import AUTO, FIXED, OFF, ClockCosts, bench
+from tests.support.clockwork import AUTO, FIXED, H200, OFF, ClockCosts, bench
 
 torch.set_num_threads(1)
 
@@ -59,21 +59,13 @@ def test_where_drafting_never_pays_probes_take_no_more_than_a_hundredth_of_the_t
     assert auto.rate > 0.98 * off.rate and learning.num_trees + auto.num_trees > 3
 
 
-def test_code_that_is_compiled_in_the_first_exchanges_is_not_the_price_of_drafting():
-    num_trees = []
-    for late_ms in ([], [5000.0, 800.0]):
-        with bench(CHEAP_DRAFTS) as b:
-            proposer = b.engine._drafter.channel.drafter.proposer
-            extend = proposer.extend
-
-            def late(request, extend=extend, clock=b.clock, late_ms=late_ms):
-                clock.ms += late_ms.pop(0) if late_ms else 0.0
-                return extend(request)
-
-            proposer.extend = late
-            num_trees.append(b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32).num_trees)
-    on_time, compiling = num_trees
-    assert compiling > 0.8 * on_time > 20
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [8, 64])
+def test_on_a_gpu_auto_loses_neither_time_per_token_nor_throughput_from_its_first_step_on(batch):
+    with bench(H200, max_num_seqs=batch) as b:
+        auto, off = (b.run(asked, batch, 0.0, num_prompts=batch, num_tokens=48) for asked in (AUTO, OFF))
+    assert auto.tokens == off.tokens
+    assert auto.tpot_ms < off.tpot_ms / 0.97 and auto.rate > 0.97 * off.rate
 
 
 def test_auto_comes_back_when_drafting_pays_again():

@@ -178,7 +178,7 @@ def test_an_engine_that_is_told_of_buckets_fills_them(monkeypatch):
             return b.run(AUTO, 4, 0.0, num_prompts=12, num_tokens=48).tokens, float(np.mean(is_full))
 
     (tokens, told), (same, untold) = ran(prices.rows.in_buckets(512)), ran(prices.rows)
-    assert tokens == same and told > 0.4 > 0.2 > untold
+    assert tokens == same and told > 0.4 > 0.25 > untold
 
 
 # ---- the engine's part
@@ -190,7 +190,6 @@ def test_whether_drafting_pays_is_asked_at_the_price_of_the_bucket():
     decode = requests(1)
     for table, is_drafted in ((flat, True), (flat.in_buckets(8), False)):
         controller = measuring(table)
-        controller._costs._num_exchanges = 9  # as if what drafting takes were no guess
         assert bool(controller.plan(step_of(decode), decode).inputs) == is_drafted
 
 

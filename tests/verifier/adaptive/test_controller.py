@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import oracles
 from tests.support.engines import AUTO as AUTO_TREE
 from tests.support.engines import bundled
 from tests.support.fakes import Bench, Counting, RandomLanguage, say
 from verifier.adaptive import controller as adaptive
 from verifier.adaptive import gate
-from verifier.adaptive.controller import Controller, Exchange, Plan, StepOutcome
+from verifier.adaptive.controller import Controller, Plan, StepOutcome
 from verifier.adaptive.cost_model import UNPROFILED
 from verifier.draft_batch import DraftBatch
 from verifier.request import Request
@@ -26,7 +25,7 @@ from workers import config
 from workers.comm.ipc import Speculation, Submit
 from workers.config import PruneConfig, TreeConfig
 from workers.settings import Rule, SamplingSettings, TreeLimits
-from workers.types import DraftReply, Verdict
+from workers.types import Verdict
 
 torch.set_num_threads(1)
 
@@ -124,25 +123,8 @@ def test_while_drafting_is_off_forecasts_are_rare_until_the_batch_changes(monkey
     assert num_forecasts(requests[:4], 1) == 0
 
 
-def test_a_guess_of_what_drafting_takes_switches_nothing_off():
-    """Trees that grow at once run 16 rows a level, which cost next to nothing: no first guess knows."""
-    controller, requests = controller_of(None), decoding(8)
-    controller._growth.mean = np.array([8.0, 7 * 16.0])
-    step = step_of(requests)
-    reply = DraftReply(
-        trees=oracles.tree([-1, 0], [1, 2]), probs=None, pruned_GD=torch.zeros(1, 1), num_levels=8, num_run=7 * 16,
-        seconds=0.0,
-    )  # fmt: skip
-    for _ in range(3):  # the first two may have compiled something
-        plan = controller.plan(step, requests)
-        assert plan.inputs
-        controller.observe(plan, plain(plan, step)._replace(exchange=Exchange(reply, 1000.0), ms=1010.0))
-    assert not controller.plan(step, requests).inputs
-
-
 def test_a_few_bad_trees_do_not_switch_drafting_off_and_many_do():
     controller, requests = controller_of(None), decoding(1)
-    controller._costs._num_exchanges = 99  # drafting has been measured: as the first guess
     for count, drafts in ((5, True), (50, False)):
         controller._tree.mean, controller._num_trees = np.array([0.4, 4.0]), count
         assert bool(controller.plan(step_of(requests), requests).inputs) == drafts, count
