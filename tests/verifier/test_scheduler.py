@@ -75,6 +75,15 @@ def test_decoding_requests_go_first_and_prompts_get_what_their_trees_leave():
     assert step.admitted == []
 
 
+def test_prompts_get_what_requests_under_auto_are_expected_to_leave():
+    auto = decoding(1, nodes=16)
+    auto.is_auto, waiting = True, request(4, prompt=80)
+    assert chunks(schedule([waiting], [auto], 99, LIMITS, auto_rows=2.5)) == [(4, 0, 47)]
+    assert chunks(schedule([waiting], [auto], 99, LIMITS, auto_rows=99)) == [(4, 0, 33)]
+    auto.is_auto = False
+    assert chunks(schedule([waiting], [auto], 99, LIMITS, auto_rows=2.5)) == [(4, 0, 33)]
+
+
 def test_older_prompts_are_served_before_newer_ones():
     step = schedule([request(3, prompt=30)], [request(1, prompt=20), request(2, prompt=25)], 99, LIMITS)
     assert chunks(step) == [(1, 0, 20), (2, 0, 25), (3, 0, 5)]

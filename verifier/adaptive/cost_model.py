@@ -1,8 +1,7 @@
 """The cost model: milliseconds of a verification step and of an exchange with the drafter.
 
-The start-up profile of the target gives the shape of its cost. Measured steps correct what the profile cannot tell: the
-load of the machine, the cost of a tree beside its rows, and the cost of drafting. Each correction is bounded, so a
-single slow step does not flip a decision.
+The start-up profile gives the shape of the target's cost and the prices of drafting. Measured steps correct what it
+cannot tell: the load of the machine, and what drafts take beside their rows.
 Legend: T table entries, J terms of a cost.
 """
 

@@ -4,13 +4,14 @@ Drafting is on while its forecast is better than that of plain decoding. While i
 up to eight steps in a row probe it: one tree tells little. From the first step of one probe to that of the next so many
 steps pass, 16 to 512, that the time which the probe lost is 0.3 % of theirs. A probe that has lost three plain steps
 ends (0.6 % of 512). Feeding the drafter what it has missed alone takes up to one and a half of the three.
+The first probe waits for 32 steps a request, because it slows all of them to learn from one.
 Plain decoding needs no probes, because steps with trees measure the target as well.
 """
 
 from __future__ import annotations
 
 _PROBE_SHARE = 0.003  # of the time, lost to probes
-_FIRST_GAP, _LEAST_GAP, _MOST_GAP = 32, 16, 512  # steps before the first probe, and from one to the next
+_FIRST_GAP, _LEAST_GAP, _MOST_GAP = 32, 16, 512  # steps a request before the first probe, and from one to the next
 _PROBE_STEPS = 8
 _MOST_LOST = 3.0  # in a probe, in plain steps
 

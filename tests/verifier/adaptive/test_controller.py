@@ -103,6 +103,16 @@ def test_prompts_of_the_same_step_do_not_make_drafting_pay(draft, pays, num_prom
     assert bool(controller.plan(step_of(requests, prefill), requests).inputs) == pays
 
 
+def test_trees_take_no_rows_that_prompts_have():
+    """The scheduler expects few nodes under auto; where prompts fill the step, no tree may make it larger."""
+    controller, requests = controller_of(config.SimulatedCosts(step_ms=30, row_ms=0.01, draft_ms=0.1)), decoding(4)
+    joining = Request(Submit(id=9, prompt=[1] * 4000, max_tokens=64), Rule.COUPLED, None, 0)
+    for num_rows, trees in ((2048 - 4 - 40, 2), (2048 - 4 - 15, 0), (0, 4)):
+        prefill = [(joining, PromptChunk(0, num_rows))] if num_rows else []
+        plan = controller.plan(step_of(requests, prefill), requests)
+        assert sum(own.num_nodes > 0 for own in plan.inputs.values()) == trees
+
+
 def test_while_drafting_is_off_forecasts_are_rare_until_the_batch_changes(monkeypatch):
     monkeypatch.setattr(gate, "_FIRST_GAP", 10**6)  # no probes
     controller = controller_of(config.SimulatedCosts(step_ms=3, row_ms=0.5, draft_ms=10.0, level_ms=0.1))
