@@ -107,7 +107,7 @@ class LinearCost:
         self._cov_JJ += np.outer(drift_J, drift_J)
         along_J, error = self._cov_JJ @ term_J, ms - float(self.price_J @ term_J)
         gain_J = along_J / (term_J @ along_J + (_NOISE * max(ms, ms - error)) ** 2)
-        self.price_J = np.maximum(self.price_J + gain_J * error, 0.0)
+        self.price_J = np.maximum(self.price_J + gain_J * error, 0.1 * self.price_J)  # none is negative, the load not 0
         self._cov_JJ -= np.outer(gain_J, along_J)
 
 
@@ -132,7 +132,7 @@ class CostModel:
         # The load, what a step with drafts takes beside its rows, and what each tree does.
         self._verifying = LinearCost(
             np.array([1.0, 0.1 * row, 0.005 * row]),
-            np.array([0.1, 0.1 * row, 0.1 * row]),
+            np.array([0.1, 0.05 * row, 0.2 * row]),
             np.array([_LOAD_DRIFT, 0, 0]),
         )
         self._drafting = LinearCost(np.array(guess), row * np.array([1.0, 0.01, 0.2, 0.01]))

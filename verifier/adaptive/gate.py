@@ -4,14 +4,16 @@ Drafting is on while its forecast is better than that of plain decoding. While i
 up to eight steps in a row probe it: one tree tells little. From the first step of one probe to that of the next so many
 steps pass, 16 to 512, that the time which the probe lost is 0.3 % of theirs. A probe that has lost three plain steps
 ends (0.6 % of 512). Feeding the drafter what it has missed alone takes up to one and a half of the three.
-The first probe waits for 32 steps a request, because it slows all of them to learn from one.
+The first probe of n requests waits for 32 sqrt(n) steps, because it slows all of them to learn from one.
 Plain decoding needs no probes, because steps with trees measure the target as well.
 """
 
 from __future__ import annotations
 
+import math
+
 _PROBE_SHARE = 0.003  # of the time, lost to probes
-_FIRST_GAP, _LEAST_GAP, _MOST_GAP = 32, 16, 512  # steps a request before the first probe, and from one to the next
+_FIRST_GAP, _LEAST_GAP, _MOST_GAP = 32, 16, 512  # steps before one request's first probe, and from one to the next
 _PROBE_STEPS = 8
 _MOST_LOST = 3.0  # in a probe, in plain steps
 
@@ -49,7 +51,7 @@ class SpeculationGate:
         self._batch = num_decoding
         if (advantage > 1) != self.is_on:
             self.is_on, self._waited = not self.is_on, 0
-            self._gap = min(max(self._gap, _FIRST_GAP * num_decoding), _MOST_GAP)
+            self._gap = min(max(self._gap, _FIRST_GAP * math.sqrt(num_decoding)), _MOST_GAP)
         self._waited += 1
         if self.is_on:
             self._probes_left = 0

@@ -46,7 +46,7 @@ def test_auto_verifies_far_fewer_nodes_than_a_full_tree_and_accepts_as_much():
         fixed, auto = (b.run(asked, 1, 0.0, num_prompts=6, num_tokens=64) for asked in (FIXED, AUTO))
     assert auto.tokens == fixed.tokens and auto.rate > fixed.rate
     assert auto.verified_per_token < 0.8 * fixed.verified_per_token
-    assert auto.acceptance_length > 0.95 * fixed.acceptance_length
+    assert auto.acceptance_length > 0.93 * fixed.acceptance_length
 
 
 @pytest.mark.slow
