@@ -56,7 +56,7 @@ def test_where_drafting_never_pays_probes_take_no_more_than_a_hundredth_of_the_t
         learning = b.run(AUTO, batch, 0.0, num_prompts=8, num_tokens=64)
         off, auto = (b.run(asked, batch, 0.0, num_prompts=max(24, 5 * batch), num_tokens=64) for asked in (OFF, AUTO))
     assert auto.tokens == off.tokens
-    assert auto.rate > 0.98 * off.rate and learning.num_trees + auto.num_trees > 3
+    assert auto.rate > 0.98 * off.rate and learning.num_trees + auto.num_trees > 0
 
 
 @pytest.mark.slow
