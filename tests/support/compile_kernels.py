@@ -278,6 +278,7 @@ def products() -> Iterator[Case]:
             name=f"multiply {kind}: {tile.rows} rows{odd}{turn}",
             kernel=triton_linear._multiply,
             constants=dict(ROWS=tile.rows, OUTPUTS=tile.outputs, TILES_PER_BLOCK=1, IS_WHOLE=is_whole)
+            | dict(PARTS=1 if kind == "bf16" else tile.num_warps)
             | dict(COLUMNS=triton_linear._UNSCALED_COLUMNS if kind == "bf16" else 128)
             | dict(IS_IN_TURN=is_in_turn, HAS_BIAS=not is_split, IS_INTERPRETED=False, IS_PACKED=kind == "4 bits")
             | dict(HAS_SCALE=kind != "bf16", HAS_ZERO=kind in ("int8", "4 bits")),

@@ -6,12 +6,14 @@ of the dequantized weight. These are multiplied with the inputs on the tensor co
 
     y^T = sum over the K columns of each block of  round((w - zero) * scale) x^T        in float32, then + bias
 
-The product is transposed, because Hopper's tensor cores read their first operand from registers, where the weights
-are; it also lets few rows fill a tile of 16. A sum over all columns is in *splits*, whose sums are added in order. How
-many there are depends on the weight's shape alone. For few rows each split is a program's, or a weight with few outputs
-would not keep a GPU's memory busy, and a second kernel adds them; for many rows one program computes them in turn. So
-a row's result does not depend on the rows beside it, provided that the tensor cores add alike in every tile. That is
-why batch-invariant kernels multiply weights in 16 bits by this kernel, too.
+The product is transposed, so that few rows fill a tile of 16. Weights in fewer bits are a batch of as many parts as a
+program has warps. For a batch Triton takes a warp's own tensor core instructions on every GPU, between which the next
+weights are converted, and reads a thread's weights in runs of 4. With Hopper's instructions for four warps, which 16
+bits use, each conversion would wait for the product before it. A sum over all columns is in *splits*, whose sums are
+added in order. How many there are depends on the weight's shape alone. For few rows each split is a program's, or a
+weight with few outputs would not keep a GPU's memory busy, and a second kernel adds them; for many rows one program
+computes them in turn. So a row's result does not depend on the rows beside it, provided that the tensor cores add alike
+in every tile. That is why batch-invariant kernels multiply weights in 16 bits by this kernel, too.
 
 Legend: N rows, O outputs, I inputs, B blocks of columns, S splits.
 """
@@ -105,10 +107,11 @@ def _product(
     _multiply[grid](
         x_NI, values_OI, _or_any(scale_BO, out_NO), _or_any(zero_BO, out_NO), _or_any(bias_O, out_NO), partial_SNO,
         num_rows, num_outputs, num_inputs, x_NI.stride(0), triton.cdiv(num_tiles, splits), in_turn,
-        ROWS=tile.rows, OUTPUTS=tile.outputs, COLUMNS=columns, TILES_PER_BLOCK=tiles_per_block,
-        IS_WHOLE=num_inputs % columns == 0, IS_IN_TURN=in_turn > 1, HAS_BIAS=bias_O is not None and not is_split,
-        IS_PACKED=values_OI.dtype == PACKED, HAS_SCALE=scale_BO is not None, HAS_ZERO=zero_BO is not None,
-        IS_INTERPRETED=is_interpreted(), num_warps=tile.num_warps, num_stages=tile.num_stages,
+        ROWS=tile.rows, OUTPUTS=tile.outputs, PARTS=tile.num_warps if scales else 1, COLUMNS=columns,
+        TILES_PER_BLOCK=tiles_per_block, IS_WHOLE=num_inputs % columns == 0, IS_IN_TURN=in_turn > 1,
+        HAS_BIAS=bias_O is not None and not is_split, IS_PACKED=values_OI.dtype == PACKED,
+        HAS_SCALE=scale_BO is not None, HAS_ZERO=zero_BO is not None, IS_INTERPRETED=is_interpreted(),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if is_split:
         _add_splits[(num_rows, triton.cdiv(num_outputs, _SUM_BLOCK))](
@@ -141,7 +144,7 @@ def _load(ptr, is_there, IS_WHOLE: tl.constexpr):
 
 @triton.jit
 def _add_scaled(total, value, zero, scale, x, IS_INTERPRETED: tl.constexpr):
-    """Return total + w x^T of the float32 values [OUTPUTS, K] of a weight and inputs [ROWS, K]."""
+    """Return total + w x^T of the float32 values [*OUTPUTS, K] of a weight and inputs [ROWS, K]."""
     return _add_product(total, _rounded((value - zero) * scale, x.dtype, IS_INTERPRETED), x, IS_INTERPRETED)
 
 
@@ -150,18 +153,24 @@ def _add_product(total, weight, x, IS_INTERPRETED: tl.constexpr):
     if IS_INTERPRETED:  # its arithmetic in 16 bits is wrong; products of two such numbers are exact in float32
         weight = weight.to(tl.float32)
         x = x.to(tl.float32)
-    return tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+    x = tl.trans(x)
+    if len(weight.shape) == 3:
+        x = tl.broadcast_to(x[None], [weight.shape[0], x.shape[0], x.shape[1]])
+    return tl.dot(weight, x, total, input_precision="ieee")
 
 
 @triton.jit
 def _sum_of_split(
     x_ptr, weight_ptr, scale_ptr, zero_ptr, first, last, num_outputs, num_inputs,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TILES_PER_BLOCK: tl.constexpr,
-    IS_WHOLE: tl.constexpr, IS_PACKED: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+    TILES_PER_BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr, IS_PACKED: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum [OUTPUTS, ROWS] over the tiles first .. last - 1 of columns. Pointers are to columns 0."""
-    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    """Return the sum [*OUTPUTS, ROWS] over the tiles first .. last - 1 of columns. Pointers are to columns 0."""
+    if PARTS > 1:
+        total = tl.zeros([PARTS, OUTPUTS // PARTS, ROWS], tl.float32)
+    else:
+        total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     WIDTH: tl.constexpr = COLUMNS // 2 if IS_PACKED else COLUMNS  # of a tile, as stored
     place = tl.arange(0, WIDTH)[None, :]
     column = place // (_UNIT // 2) * _UNIT + place % (_UNIT // 2) if IS_PACKED else place
@@ -189,8 +198,8 @@ def _sum_of_split(
 def _multiply(
     x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr,
     num_rows, num_outputs, num_inputs, x_stride, tiles_each, in_turn,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TILES_PER_BLOCK: tl.constexpr,
-    IS_WHOLE: tl.constexpr, IS_IN_TURN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+    TILES_PER_BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr, IS_IN_TURN: tl.constexpr, HAS_BIAS: tl.constexpr,
     IS_PACKED: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -198,15 +207,18 @@ def _multiply(
     # Beyond the ends the last row and output are read again, which needs no masks, and not stored.
     own_row = tl.minimum(row, num_rows - 1).to(tl.int64)
     own_output = tl.minimum(output, num_outputs - 1)
+    weight_output = own_output[:, None]
+    if PARTS > 1:
+        weight_output = tl.reshape(own_output, [PARTS, OUTPUTS // PARTS, 1])
     x_ptr += own_row[:, None] * x_stride
-    weight_ptr += own_output.to(tl.int64)[:, None] * (num_inputs // 2 if IS_PACKED else num_inputs)
-    scale_ptr += own_output[:, None]
-    zero_ptr += own_output[:, None]
+    weight_ptr += weight_output.to(tl.int64) * (num_inputs // 2 if IS_PACKED else num_inputs)
+    scale_ptr += weight_output
+    zero_ptr += weight_output
     num_tiles = tl.cdiv(num_inputs, COLUMNS)
     first = tl.program_id(2) * tiles_each
     total = _sum_of_split(
         x_ptr, weight_ptr, scale_ptr, zero_ptr, first, tl.minimum(first + tiles_each, num_tiles), num_outputs,
-        num_inputs, ROWS, OUTPUTS, COLUMNS, TILES_PER_BLOCK, IS_WHOLE, IS_PACKED, HAS_SCALE, HAS_ZERO,
+        num_inputs, ROWS, OUTPUTS, PARTS, COLUMNS, TILES_PER_BLOCK, IS_WHOLE, IS_PACKED, HAS_SCALE, HAS_ZERO,
         IS_INTERPRETED,
     )  # fmt: skip
     if IS_IN_TURN:
@@ -214,9 +226,10 @@ def _multiply(
             first = split * tiles_each
             total += _sum_of_split(
                 x_ptr, weight_ptr, scale_ptr, zero_ptr, first, tl.minimum(first + tiles_each, num_tiles), num_outputs,
-                num_inputs, ROWS, OUTPUTS, COLUMNS, TILES_PER_BLOCK, IS_WHOLE, IS_PACKED, HAS_SCALE,
+                num_inputs, ROWS, OUTPUTS, PARTS, COLUMNS, TILES_PER_BLOCK, IS_WHOLE, IS_PACKED, HAS_SCALE,
                 HAS_ZERO, IS_INTERPRETED,
             )  # fmt: skip
+    total = tl.reshape(total, [OUTPUTS, ROWS])
     if HAS_BIAS:
         total += tl.load(bias_ptr + own_output).to(tl.float32)[:, None]
     place = (tl.program_id(2).to(tl.int64) * num_rows + row[None, :]) * num_outputs + output[:, None]
