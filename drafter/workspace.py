@@ -18,6 +18,7 @@ from workers.workspace import (
     chunk_bytes,
     cut_bytes,
     graph_bytes,
+    kept_quantization,
     max_message_rows,
     may_capture,
     pass_bytes,
@@ -46,7 +47,9 @@ def draft_workspace(config: EngineConfig, spec: DraftSpec | None) -> Workspace:
     tree, item, ranks = config.draft.tree, config.item_bytes, config.draft_ranks
     layers, V, method = spec.layers, spec.draft_vocab_size, method_of(config.draft)
     is_head = method.reads_features
-    shape = PassShape.of(layers, ranks, is_head=is_head)
+    folder = config.draft.model_path or config.model_path
+    dequantizes = kept_quantization(config, folder, spec) is not None
+    shape = PassShape.of(layers, ranks, is_head=is_head, dequantizes=dequantizes)
     H = layers.hidden_size * is_head  # of a feature
     own = sizes(config) if may_capture(config) and layers.can_be_captured else []
     most = max((size.rows for size in own), default=0)

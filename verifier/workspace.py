@@ -15,6 +15,7 @@ from workers.workspace import (
     chunk_bytes,
     fold_bytes,
     graph_bytes,
+    kept_quantization,
     max_message_rows,
     max_step_rows,
     may_capture,
@@ -39,7 +40,9 @@ def target_workspace(config: EngineConfig, spec: ModelSpec, *, num_taps: int = 0
                outputs, the states of a hybrid's trees that run at once, and the larger of a pass without a graph and of
                the logits
     """
-    item, shape = config.item_bytes, PassShape.of(spec, config.tensor_parallel_size, num_taps)
+    dequantizes = not config.batch_invariant and kept_quantization(config, config.model_path, spec) is not None
+    shape = PassShape.of(spec, config.tensor_parallel_size, num_taps, dequantizes=dequantizes)
+    item = config.item_bytes
     rows, outputs = max_step_rows(config), (1 + num_taps) * spec.hidden_size
     own = sizes(config) if may_capture(config) and spec.can_be_captured else []
     most = max((size.rows for size in own), default=0)

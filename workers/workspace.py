@@ -15,7 +15,7 @@ their product; attention, with the residual stream, the input, queries, keys and
 keys and values that are clamped and then converted to 8 bits; and the end, where the taps are copied side by side.
 Hybrids have a fifth: a gated delta net, which computes in float32 from its convolution on.
 Attention's parts are float32 results for pieces of the keys; the splits of products with 8-bit weights are counted
-whether weights are in 8 bits or not, a few MB.
+whether weights are in 8 bits or not, a few MB. Where they are, a pass of many rows holds the largest one dequantized.
 Transformers' classes are counted as if they were ours, mixtures of experts by their intermediate_size.
 
 Legend: D hidden width, I intermediate width, Q and C the widths of queries and of keys, d head width, T taps, X width
@@ -24,15 +24,18 @@ of the first attention's input. I, Q and C are one rank's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from workers.config import EngineConfig
 from workers.cuda_graphs import Size, fold_sizes
 from workers.kernels.block_scaled import SPLIT_ROWS, num_splits
 from workers.kernels.host import PlanShape, invariant_keys_per_piece
 from workers.kernels.prompt_attention import FEWEST_PAIRS, FEWEST_ROWS
-from workers.models.specs import DeltaSpec, ModelSpec
+from workers.models.quantization import Quantization, read_quantization
+from workers.models.specs import DeltaSpec, DraftSpec, ModelSpec, TransformersSpec
 
 LIBRARY_BYTES = 2 * (32 << 20)
 """cuBLAS keeps 32 MB for each stream; graphs are captured on one of their own."""
@@ -118,6 +121,15 @@ def may_capture(config: EngineConfig) -> bool:
     return config.device == "cuda" and config.kernels != "torch" and not config.enforce_eager
 
 
+def kept_quantization(config: EngineConfig, folder: Path | str, spec: DraftSpec) -> Quantization | None:
+    """Return how a model's weights are quantized if ranks keep them in their bits, as far as config.json tells."""
+    is_multiplied = config.device == "cuda" and config.kernels != "torch" and config.item_bytes == 2
+    if not is_multiplied or isinstance(spec, TransformersSpec):
+        return None
+    how = read_quantization(Path(folder))
+    return None if how is None or "FP4" in how.method or how.bits == 2 else how
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassShape:
     """Widths of one rank's rows in a forward pass, in elements; see the module."""
@@ -136,9 +148,13 @@ class PassShape:
     channels: int = 0
     """Of a gated delta net, and the part of them that are values."""
     values: int = 0
+    dequantizes: bool = False
+    """Whether weights are kept in few bits, and dequantized for many rows."""
 
     @staticmethod
-    def of(spec: ModelSpec, ranks: int, num_taps: int = 0, *, is_head: bool = False) -> PassShape:
+    def of(
+        spec: ModelSpec, ranks: int, num_taps: int = 0, *, is_head: bool = False, dequantizes: bool = False
+    ) -> PassShape:
         """Return the shape of a model whose residual stream is captured `num_taps` times, or of a head's layers.
 
         A head reads features: the features, both side by side, and their sum are kept.
@@ -158,6 +174,7 @@ class PassShape:
             num_windows=len(set(spec.windows)),
             channels=spec.delta.num_channels // ranks if spec.delta else 0,
             values=spec.delta.num_value_heads * spec.delta.value_dim // ranks if spec.delta else 0,
+            dequantizes=dequantizes,
         )
 
     def row_items(self, item_bytes: int, *, is_fp8_kv: bool = False, is_triton: bool = False) -> int:
@@ -179,11 +196,17 @@ class PassShape:
         return self.kept + max(moments) + 2 * self.head
 
     @property
+    def weights(self) -> list[tuple[int, int]]:
+        """The outputs and inputs of the products of a layer."""
+        D, Q = self.hidden, self.queries
+        attention = [((1 + self.has_gate) * Q + 2 * self.keys, self.first_input), (D, Q)]
+        delta = [(self.channels + self.values, D), (D, self.values)] if self.channels else []
+        return [*attention, *delta, (2 * self.inner, D), (D, self.inner)]
+
+    @property
     def most_split_sums(self) -> int:
         """The most sums of a row that a product with 8-bit weights splits: outputs times splits."""
-        D, X, Q = self.hidden, self.first_input, self.queries
-        weights = ((Q + 2 * self.keys, X), (D, Q), (2 * self.inner, D), (D, self.inner))
-        splits = [(num_outputs, num_splits(num_outputs, num_inputs)) for num_outputs, num_inputs in weights]
+        splits = [(num_outputs, num_splits(num_outputs, num_inputs)) for num_outputs, num_inputs in self.weights]
         return max((num_outputs * count for num_outputs, count in splits if count > 1), default=0)
 
 
@@ -192,9 +215,10 @@ def pass_bytes(shape: PassShape, config: EngineConfig, num_rows: int) -> int:
     plans = [_plan_shape(shape, config, num_rows, requests) for requests in range(1, config.max_num_seqs + 2)]
     parts = max(plan.num_parts * plan.part_pairs for plan in plans) * (shape.keys + shape.keys // shape.head)
     sums = min(num_rows, SPLIT_ROWS) * shape.most_split_sums
+    dequantized = max(map(math.prod, shape.weights)) if shape.dequantizes and num_rows > SPLIT_ROWS else 0
     is_fp8_kv, is_triton = config.kv_cache_dtype == "fp8", may_capture(config)
     items = shape.row_items(config.item_bytes, is_fp8_kv=is_fp8_kv, is_triton=is_triton)
-    return num_rows * items * config.item_bytes + 4 * (parts + sums)
+    return (num_rows * items + dequantized) * config.item_bytes + 4 * (parts + sums)
 
 
 def chunk_bytes(shape: PassShape, config: EngineConfig, num_rows: int) -> int:

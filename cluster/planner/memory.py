@@ -15,9 +15,8 @@ from workers.kernels.block_scaled import KEPT_TYPES, tile_columns
 from workers.models.checkpoint import Weights, text_name
 from workers.models.config_json import read_json
 from workers.models.draft_methods import METHODS, method_of, read_specs
-from workers.models.quantization import read_quantization
 from workers.models.specs import MTP_PREFIXES, DraftSpec, ModelSpec, Shapes, TransformersSpec
-from workers.workspace import seat_bytes, states_bytes
+from workers.workspace import kept_quantization, seat_bytes, states_bytes
 
 _TOKEN_ID_BYTES = 4
 _CONTEXT_BYTES = 512 << 20
@@ -164,15 +163,12 @@ def sizes_in_bits(config: EngineConfig, folder: str, spec: DraftSpec, ranks: int
     {} where none are kept so. Columns that are cut inside a block are not, which some ranks then dequantize. The GPU is
     taken to convert float8, see `workers.kernels.triton_linear.kept_types`.
     """
-    is_kept = config.device == "cuda" and config.kernels != "torch" and config.item_bytes == 2
-    how = read_quantization(Path(folder)) if is_kept and not isinstance(spec, TransformersSpec) else None
+    how = kept_quantization(config, folder, spec)
     if how is None:
         return {}
     try:
         weights = Weights(folder, torch.bfloat16, kept=KEPT_TYPES)
     except FileNotFoundError:  # all that config.json does not exclude
-        if "FP4" in how.method or how.bits == 2:
-            return {}
         quantization = read_json(Path(folder) / "config.json").get("quantization_config") or {}
         kept_whole = tuple(f"{name}.weight" for name in quantization.get("modules_to_not_convert") or ())
         shapes = {name: shape for name, shape in expected_shapes(spec, folder).items() if name not in kept_whole}

@@ -24,7 +24,8 @@ from tests.end_to_end.test_simulated_cuda import COUPLED, DYNAMIC, config_for, j
 from tests.support import checkpoints, quantized
 from tests.support.simulated_cuda import simulated_cuda
 from workers.config import EngineConfig
-from workers.kernels import block_scaled, triton_linear
+from workers.kernels import block_scaled
+from workers.kernels.block_scaled import SPLIT_ROWS
 from workers.kernels.select import kernels_for
 from workers.models.decoder import Decoder
 from workers.models.layers import RankWeights, Runtime
@@ -148,7 +149,7 @@ def test_the_sums_of_splits_are_counted_beside_the_weights(models: Path, monkeyp
     wide = replace(shape, hidden=4096, inner=12288, queries=4096, keys=1024, first_input=4096)
     assert wide.most_split_sums == 3 * 6144 > 4 * 4096
     config = config_for(models, "draft_model", DYNAMIC, dtype="bfloat16")
-    counted = {rows: pass_bytes(wide, config, rows) for rows in (1, 64, 65)}
-    sums = {rows: 4 * min(rows, triton_linear.TILES[-2].rows) * wide.most_split_sums for rows in counted}
+    counted = {rows: pass_bytes(wide, config, rows) for rows in (1, SPLIT_ROWS, SPLIT_ROWS + 1)}
+    sums = {rows: 4 * min(rows, SPLIT_ROWS) * wide.most_split_sums for rows in counted}
     monkeypatch.setattr(PassShape, "most_split_sums", 0)
     assert counted == {rows: pass_bytes(wide, config, rows) + own for rows, own in sums.items()}

@@ -30,6 +30,7 @@ from verifier.warm_up import timed_forward
 from verifier.workspace import target_workspace
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.kernels import fused
+from workers.kernels.block_scaled import SPLIT_ROWS
 from workers.kernels.select import kernels_for
 from workers.models.draft_methods import read_specs
 from workers.models.specs import Specs
@@ -183,6 +184,34 @@ def test_a_long_chunk_takes_what_was_counted(monkeypatch: pytest.MonkeyPatch) ->
     assert_counted(chunk_bytes(shape, config, len(batch.keys)), taken, most=1.1)
     for options in ({"dtype": "float32"}, {"batch_invariant": True}, {"device": "cpu"}, {"max_model_len": 4096}):
         assert not chunk_bytes(shape, replace(config, **options), len(batch.keys))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("held", ["captured", "eager"])
+def test_a_pass_of_many_rows_holds_its_largest_weight_dequantized(
+    models: Path, monkeypatch: pytest.MonkeyPatch, held: str
+) -> None:
+    """A prompt through a model in 8 bits whose weights are large beside its rows."""
+    folder = models / f"float8 {held}"
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 96}
+    checkpoints.write_model(folder, "llama", num_hidden_layers=1, **sizes)
+    config = replace(
+        config_of(models, "draft_model", enforce_eager=held == "eager", dtype="bfloat16"), model_path=str(folder),
+        draft=None, max_num_batched_tokens=SPLIT_ROWS + 8, max_num_seqs=1,
+    )  # fmt: skip
+    plain = target_workspace(config, read_specs(config).target)
+    checkpoints.quantize_fp8(folder, (128, 128))
+    specs = read_specs(config)
+    with simulated_cuda() as cuda:
+        measured = Measured(cuda, monkeypatch, (verifier_worker, "decoder_graphs"))
+        target, num_pages = verifier_worker.load(world_of(config, 0), specs)
+        eager = measured.eager(lambda: timed_forward(target, config, num_pages, SPLIT_ROWS + 8))
+        taken = eager if held == "eager" else measured.captured
+    counted = target_workspace(config, specs.target)
+    assert_counted(getattr(counted, held), taken)
+    assert getattr(plain, held) < taken and getattr(counted, held) - getattr(plain, held) == 2 * (2 * 2048 * 1024)
+    for few in (replace(config, max_num_batched_tokens=SPLIT_ROWS), replace(config, batch_invariant=True)):
+        without = replace(few, model_path=str(models / "target"))
+        assert target_workspace(few, specs.target) == target_workspace(without, specs.target)
 
 
 def asked(config: EngineConfig, width: int, which: int, num_rows: int) -> DraftRequest:

@@ -288,6 +288,16 @@ def products() -> Iterator[Case]:
             least_arch=89 if kind == "float8" else 80,
             aligned=("num_outputs", "num_inputs"),
         )
+    for kind, own in kinds[:-1]:
+        yield Case(
+            name=f"dequantize {kind}",
+            kernel=triton_linear._dequantize,
+            constants=dict(OUTPUTS=triton_linear._DEQUANTIZED, COLUMNS=128, TILES_PER_BLOCK=1)
+            | dict(IS_PACKED=kind == "4 bits", HAS_ZERO=kind != "float8", IS_INTERPRETED=False),
+            types=own | dict(out_ptr="*bf16"),
+            least_arch=89 if kind == "float8" else 80,
+            aligned=("num_outputs", "num_inputs"),
+        )
     yield Case(
         name="multiply: add 4 splits",
         kernel=triton_linear._add_splits,

@@ -106,6 +106,14 @@ def _multiply(
         out.zero_()[0].copy_(F.linear(x.float(), whole.float()))
 
 
+def _dequantize(
+    weight: Tensor, scale: Tensor, zero: Tensor, out: Tensor, *_: Any, COLUMNS: int, TILES_PER_BLOCK: int,
+    HAS_ZERO: bool, **__: Any,
+) -> None:  # fmt: skip
+    whole = BlockScaled(weight, scale, zero if HAS_ZERO else None, COLUMNS * TILES_PER_BLOCK, out.dtype)
+    out.copy_(whole.dequantized())
+
+
 def _add_splits(partial: Tensor, bias: Tensor, out: Tensor, *_: Any, HAS_BIAS: bool, **__: Any) -> None:
     out.copy_(partial.sum(0) + bias if HAS_BIAS else partial.sum(0))
 
@@ -447,6 +455,7 @@ TWINS = {
     for twin in (
         _attend,
         _multiply,
+        _dequantize,
         _add_splits,
         _draw,
         _choose,

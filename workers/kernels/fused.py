@@ -13,7 +13,7 @@ from workers.kernels.pointwise import add_rms_norm, gated_norm, head_input, rms_
 from workers.kernels.triton_attention import plan, tree_attention
 from workers.kernels.triton_copy import copy_slots
 from workers.kernels.triton_delta import delta_fold, delta_net, delta_plan
-from workers.kernels.triton_linear import block_scaled_linear, kept_types
+from workers.kernels.triton_linear import block_scaled_linear, invariant_block_scaled_linear, kept_types
 from workers.kernels.triton_linear import linear as invariant_linear
 from workers.kernels.triton_sampling import coupled_argmax, gumbel, top_k
 from workers.kernels.triton_truncation import truncation_threshold
@@ -53,4 +53,5 @@ def invariant(max_model_len: int) -> SimpleNamespace:
     Chains are not compiled: for one row the compiler may reduce in another order than for many.
     """
     own_plan = partial(plan, keys_per_piece=invariant_keys_per_piece(max_model_len))
-    return SimpleNamespace(**globals() | {"IS_BATCH_INVARIANT": True, "plan": own_plan})
+    own = {"IS_BATCH_INVARIANT": True, "plan": own_plan, "block_scaled_linear": invariant_block_scaled_linear}
+    return SimpleNamespace(**globals() | own)

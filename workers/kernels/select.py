@@ -52,7 +52,7 @@ class Kernels(Protocol):
 
     @property
     def invariant_linear(self) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
-        """x W^T + b for a weight in 16 bits, with sums as in `block_scaled_linear`; None = torch's have an order."""
+        """x W^T + b for a weight in 16 bits, with sums in an order that its shape decides; None = torch's have one."""
         ...
 
     def plan(
@@ -192,7 +192,7 @@ class Kernels(Protocol):
         """Return x W^T + b, [N, O] in x's dtype, which is the weight's; rows of x may have any stride.
 
         Every element of the weight is first rounded to that dtype, as when it is dequantized on reading. Sums are in
-        float32, in an order that depends on the weight's shape and not on the number of rows.
+        float32; in a batch-invariant set in an order that depends on the weight's shape alone.
         """
         ...
 

@@ -13,7 +13,9 @@ bits use, each conversion would wait for the product before it. A sum over all c
 added in order. How many there are depends on the weight's shape alone. For few rows each split is a program's, or a
 weight with few outputs would not keep a GPU's memory busy, and a second kernel adds them; for many rows one program
 computes them in turn. So a row's result does not depend on the rows beside it, provided that the tensor cores add alike
-in every tile. That is why batch-invariant kernels multiply weights in 16 bits by this kernel, too.
+in every tile. That is why batch-invariant kernels multiply all weights by this kernel, for any number of rows. Others
+take it for weights in fewer bits and few rows; for many they dequantize the weight into a temporary, by a kernel that
+only reads and writes, and leave the product to cuBLAS.
 
 Legend: N rows, O outputs, I inputs, B blocks of columns, S splits.
 """
@@ -23,6 +25,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -53,8 +56,10 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-TILES = (Tile(16, 64, 4, 5), Tile(32, 64, 4, 5), Tile(SPLIT_ROWS, 64, 4, 4), Tile(128, 128, 8, 3))
-"""The last one is for any number of rows above the others'."""
+TILES = (Tile(16, 64, 4, 5), Tile(32, 64, 4, 5), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
+"""The last one is for more than `SPLIT_ROWS` rows."""
+_DEQUANTIZED = 32
+"""The outputs that a program dequantizes, in a tile's columns."""
 
 
 def kept_types(dtype: torch.dtype, device: torch.device) -> frozenset[torch.dtype]:
@@ -66,11 +71,30 @@ def kept_types(dtype: torch.dtype, device: torch.device) -> frozenset[torch.dtyp
 
 
 def block_scaled_linear(x_NI: Tensor, weight: BlockScaled, bias_O: Tensor | None) -> Tensor:
-    """See `workers.kernels.select.Kernels.block_scaled_linear`."""
-    columns = tile_columns(weight.block)
-    assert x_NI.dtype == weight.dtype and columns is not None and weight.scale_BO.is_contiguous()
-    scales = _Scales(weight.scale_BO, weight.zero_BO, weight.block // columns)
+    """See `workers.kernels.select.Kernels.block_scaled_linear`. For more than `SPLIT_ROWS` rows it takes cuBLAS'."""
+    if len(x_NI) > SPLIT_ROWS:
+        return F.linear(x_NI, dequantized(weight), bias_O)
+    return invariant_block_scaled_linear(x_NI, weight, bias_O)
+
+
+def invariant_block_scaled_linear(x_NI: Tensor, weight: BlockScaled, bias_O: Tensor | None) -> Tensor:
+    """Do as `block_scaled_linear` with sums in the same order for any number of rows."""
+    assert x_NI.dtype == weight.dtype
+    columns, scales = _tiled(weight)
     return _product(x_NI, weight.values_OI, weight.shape, bias_O, columns, scales)
+
+
+def dequantized(weight: BlockScaled) -> Tensor:
+    """Return `weight.dequantized()`, to the bit, in one pass over it and without other temporaries."""
+    columns, (scale_BO, zero_BO, tiles_per_block) = _tiled(weight)
+    num_outputs, num_inputs = weight.shape
+    out_OI = weight.values_OI.new_empty(weight.shape, dtype=weight.dtype)
+    _dequantize[(triton.cdiv(num_inputs, columns), triton.cdiv(num_outputs, _DEQUANTIZED))](
+        weight.values_OI, scale_BO, _or_any(zero_BO, out_OI), out_OI, num_outputs, num_inputs,
+        OUTPUTS=_DEQUANTIZED, COLUMNS=columns, TILES_PER_BLOCK=tiles_per_block, IS_PACKED=weight.is_packed,
+        HAS_ZERO=zero_BO is not None, IS_INTERPRETED=is_interpreted(),
+    )  # fmt: skip
+    return out_OI
 
 
 def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -87,6 +111,13 @@ class _Scales(NamedTuple):
     tiles_per_block: int
 
 
+def _tiled(weight: BlockScaled) -> tuple[int, _Scales]:
+    """Return the columns of a weight's tiles, and its factors."""
+    columns = tile_columns(weight.block)
+    assert columns is not None and weight.values_OI.is_contiguous() and weight.scale_BO.is_contiguous()
+    return columns, _Scales(weight.scale_BO, weight.zero_BO, weight.block // columns)
+
+
 def _product(
     x_NI: Tensor, values_OI: Tensor, shape: torch.Size, bias_O: Tensor | None, columns: int, scales: _Scales | None
 ) -> Tensor:
@@ -97,9 +128,10 @@ def _product(
     out_NO = x_NI.new_empty(num_rows, num_outputs)
     if not num_rows:
         return out_NO
-    tile = next((tile for tile in TILES if num_rows <= tile.rows), TILES[-1])
+    is_many = num_rows > SPLIT_ROWS
+    tile = TILES[-1] if is_many else next((tile for tile in TILES[:-2] if num_rows <= tile.rows), TILES[-2])
     splits, num_tiles = num_splits(num_outputs, num_inputs), triton.cdiv(num_inputs, columns)
-    in_turn = splits if tile is TILES[-1] else 1
+    in_turn = splits if is_many else 1
     is_split = in_turn < splits
     partial_SNO = out_NO.new_empty(splits, num_rows, num_outputs, dtype=torch.float32) if is_split else out_NO
     grid = (triton.cdiv(num_rows, tile.rows), triton.cdiv(num_outputs, tile.outputs), splits // in_turn)
@@ -191,6 +223,34 @@ def _sum_of_split(
         else:
             total = _add_product(total, stored, x, IS_INTERPRETED)
     return total
+
+
+@triton.jit
+def _dequantize(
+    weight_ptr, scale_ptr, zero_ptr, out_ptr, num_outputs, num_inputs,
+    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TILES_PER_BLOCK: tl.constexpr, IS_PACKED: tl.constexpr,
+    HAS_ZERO: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    output = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS))[:, None]
+    is_output = output < num_outputs
+    factor = (tile // TILES_PER_BLOCK) * num_outputs + output
+    scale = tl.load(scale_ptr + factor, mask=is_output, other=0.0).to(tl.float32)
+    zero = tl.load(zero_ptr + factor, mask=is_output, other=0).to(tl.float32) if HAS_ZERO else 0.0
+    WIDTH: tl.constexpr = COLUMNS // 2 if IS_PACKED else COLUMNS  # of a tile, as stored
+    place = tl.arange(0, WIDTH)[None, :]
+    column = tile * COLUMNS + (place // (_UNIT // 2) * _UNIT + place % (_UNIT // 2) if IS_PACKED else place)
+    is_own = is_output & (column < num_inputs)
+    weight_ptr += output.to(tl.int64) * (num_inputs // 2 if IS_PACKED else num_inputs) + tile * WIDTH + place
+    out_ptr += output.to(tl.int64) * num_inputs + column
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    stored = _load(weight_ptr, is_own, False)
+    if IS_PACKED:
+        low, high = (stored & 15).to(tl.float32) - 8.0, (stored >> 4).to(tl.float32) - 8.0
+        tl.store(out_ptr, _rounded((low - zero) * scale, dtype, IS_INTERPRETED), mask=is_own)
+        tl.store(out_ptr + _UNIT // 2, _rounded((high - zero) * scale, dtype, IS_INTERPRETED), mask=is_own)
+    else:
+        tl.store(out_ptr, _rounded((stored.to(tl.float32) - zero) * scale, dtype, IS_INTERPRETED), mask=is_own)
 
 
 # The number of rows changes from step to step, and each value could compile another kernel.

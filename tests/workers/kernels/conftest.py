@@ -18,8 +18,8 @@ def sums_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def create_dot(self: Any, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: Any) -> TensorHandle:
         total = d.data
-        for column in range(a.data.shape[1]):
-            total = total + a.data[:, column, None] * b.data[None, column]
+        for column in range(a.data.shape[-1]):
+            total = total + a.data[..., column, None] * b.data[..., None, column, :]
         return TensorHandle(total, d.dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing was shown about its kernels")
 
-from workers.kernels import fused, reference
+from workers.kernels import fused, reference, triton_linear
 from workers.kernels.block_scaled import (
     KEPT_TYPES,
     PACKED,
@@ -73,13 +73,28 @@ def test_every_float8_value_is_rounded_as_when_it_is_dequantized(dtype: torch.dt
     identity = torch.eye(len(values_I), dtype=dtype, device=DEVICE)
     exact = (values_OI.float() * scale_BO.t().repeat_interleave(128, 1)[:, : len(values_I)]).to(dtype)
     assert torch.equal(weight.dequantized().cpu(), exact)
-    for num_rows in (16, len(values_I)):
+    for num_rows in (16, SPLIT_ROWS, len(values_I)):
         assert torch.equal(fused.block_scaled_linear(identity[:num_rows], weight, None).cpu(), exact.t()[:num_rows])
 
 
-ROWS = (0, 1, 16, 17, 33, 64, 65, 150)
+ROWS = (0, 1, 16, 17, 33, 65, SPLIT_ROWS, SPLIT_ROWS + 1)
 SHAPES = [(64, 128, 128), (1, 32, 32), (130, 200, 128), (97, 90, 64), (65, 384, 256), (70, 2304, 128), (33, 3089, 128)]
 """Outputs, inputs and the inputs of a block."""
+
+
+@needs_float8
+@halves
+@pytest.mark.parametrize("kind", ["float8", "int8", "4 bits"])
+@pytest.mark.parametrize("shape", [*SHAPES[:5], (40, 192, 192)], ids=str)
+def test_a_temporary_has_the_values_of_the_dequantized_weight(
+    shape: tuple[int, int, int], kind: str, dtype: torch.dtype
+) -> None:
+    """To the bit, beyond no end of it, and where blocks have several tiles."""
+    num_outputs, num_inputs, block = shape
+    num_inputs = num_inputs // 32 * 32 if kind == "4 bits" else num_inputs
+    weight = scaled(num_outputs, num_inputs, dtype, block=block, kind=kind)
+    found = triton_linear.dequantized(weight)
+    assert found.dtype == dtype and torch.equal(found, weight.dequantized())
 
 
 @both
@@ -125,27 +140,31 @@ def test_a_product_with_a_weight_in_16_bits_equals_torchs(num_rows: int, num_out
 
 @needs_float8
 @pytest.mark.parametrize("num_inputs", [200, pytest.param(2304, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("num_rows", [16, 32, SPLIT_ROWS, 200])
+@pytest.mark.parametrize("num_rows", [16, 32, 64, SPLIT_ROWS, 200])
 def test_the_rows_beside_it_do_not_change_a_row(num_rows: int, num_inputs: int) -> None:
     weight, x = scaled(70, num_inputs, torch.bfloat16), rows(num_rows, num_inputs, torch.bfloat16)
-    together = fused.block_scaled_linear(x, weight, None)
+    product = fused.invariant(1024).block_scaled_linear
+    together = product(x, weight, None)
     for row in (0, num_rows // 2, num_rows - 1):
         other = torch.full_like(x, torch.nan)
         other[row] = x[row]
-        assert torch.equal(fused.block_scaled_linear(other, weight, None)[row], together[row])
+        assert torch.equal(product(other, weight, None)[row], together[row])
     fewer = num_rows // 2 + 3  # in the same tile, some of whose rows are then missing
     if num_rows < 200:
-        assert torch.equal(fused.block_scaled_linear(x[:fewer], weight, None), together[:fewer])
+        assert torch.equal(product(x[:fewer], weight, None), together[:fewer])
 
 
+@needs_float8
 @pytest.mark.usefixtures("sums_in_order")
 @pytest.mark.parametrize("num_inputs", [200, pytest.param(2304, marks=pytest.mark.slow)])
-def test_the_number_of_rows_does_not_change_a_row(num_inputs: int) -> None:
-    weight, x = rows(70, num_inputs, torch.bfloat16), rows(200, num_inputs, torch.bfloat16)
-    together = fused.invariant_linear(x, weight, None)
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_the_number_of_rows_does_not_change_a_row(num_inputs: int, is_scaled: bool) -> None:
+    x, kernels = rows(200, num_inputs, torch.bfloat16), cast(Kernels, fused.invariant(1024))
+    weight = scaled(70, num_inputs, torch.bfloat16) if is_scaled else rows(70, num_inputs, torch.bfloat16)
+    product = Linear(weight, None, kernels)
+    together = product(x)
     for first, num_rows in ((0, 1), (7, 2), (3, 16), (1, 17), (9, 33), (130, 64), (0, 65), (40, 150)):
-        alone = fused.invariant_linear(x[first : first + num_rows], weight, None)
-        assert torch.equal(alone, together[first : first + num_rows])
+        assert torch.equal(product(x[first : first + num_rows]), together[first : first + num_rows])
 
 
 def test_sums_are_split_for_narrow_weights_alone() -> None:
