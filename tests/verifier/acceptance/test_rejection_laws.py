@@ -8,8 +8,8 @@ every valid way to prune, and mutants, each a plausible mistake of one line.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -323,6 +323,30 @@ def test_trees_of_the_real_grow_are_lossless(grown, rule):
     check(scenario)
 
 
+# ---- heads that change between two steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learning(Scenario):
+    """Another head drafts in every round; which one follows from all that was emitted, as if learnt from it."""
+
+    heads: tuple[Drafter, ...]
+
+    def drafts(self, history: History) -> Iterator[tuple[float, Draft]]:
+        serving = self.heads[(len(history) + sum(map(sum, history))) % len(self.heads)]
+        return Scenario(p=self.p, q=serving, policy=self.policy, rule=self.rule, edit=self.edit).drafts(history)
+
+
+HEADS = tuple(drafter(seed) for seed in (11, 12, 13))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("fixed", FIXED)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_head_that_learns_from_what_was_emitted_is_lossless(shape, fixed, rule):
+    check(Learning(p=target(10), q=HEADS[0], heads=HEADS, policy=policy_of(shape, fixed), rule=rule))
+
+
 # ---- traversal accepts more
 
 
@@ -400,6 +424,10 @@ def from_p(residual: Residual) -> Residual:
     return Residual(np.zeros(0, dtype=np.int64), np.zeros(0), 1.0)
 
 
+def told_by_the_next_head(draft: Draft, q: Drafter) -> Draft:
+    return tuple(node._replace(told=((0, 1), (1, 2), (2, 4))) if node.told else node for node in draft)
+
+
 def pair(history: History, draft: Draft, row: int) -> Slots:
     return Slots(2 if row == 0 else 0)
 
@@ -430,6 +458,9 @@ MUTANTS: dict[str, Callable[[Rule], Scenario]] = {
     ),
     "coins are keyed on the row alone": lambda rule: replace(
         mutable(rule), p=target(2), policy=policy_of("chain", "all sampled"), coin_key=lambda root, depth, row: row
+    ),
+    "another head than the one that drew a tree tells its draft law": lambda rule: replace(
+        mutable(rule), edit=told_by_the_next_head
     ),
     "the last token is drawn from p": lambda rule: replace(mutable(rule), ending=from_p),
 }
