@@ -212,6 +212,7 @@ def _draft_params_of(requests: list[Request]) -> _DraftParams:
         learn=LearnRows(
             id_B=_int32([1 + request.id % _LEARN_IDS if request.submit.may_learn else 0 for request in requests]),
             num_prompt_B=_int32([request.num_prompt for request in requests]),
+            tenant_B=_int32([request.submit.tenant for request in requests]),
         ),
     )
 

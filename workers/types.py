@@ -275,6 +275,7 @@ class LearnRows:
 
     id_B: Tensor  # [B] int32, which tells the requests apart; 0 = nothing of this one
     num_prompt_B: Tensor  # [B] int32: tokens from this position on are the target's own
+    tenant_B: Tensor  # [B] int32, see `Submit.tenant`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

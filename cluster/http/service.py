@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from zlib import crc32
 
 from fastapi import Request
 
@@ -80,6 +81,8 @@ class RequestHead:
     trace: Trace | None = None
     may_learn: bool = True
     """True: a drafter that learns may keep its tokens for a while."""
+    tenant: int = 0
+    """The owner of its API key, see `Submit.tenant`."""
 
     def wait_s(self, body: SamplingRequest) -> float | None:
         """Return how much longer the answer's first token may take; None = as long as it takes."""
@@ -312,6 +315,7 @@ class Service:
             caller=getattr(request.state, "caller", None),
             trace=self.tracing.of(request.headers),
             may_learn=learn == "on",
+            tenant=crc32(getattr(request.state, "owner", "").encode()) >> 1,
         )
 
     async def tokenize(self, body: SamplingRequest) -> list[list[int]]:
@@ -406,6 +410,7 @@ class Service:
                     bad_words=bad_words,
                     grammar=grammar,
                     may_learn=head.may_learn,
+                    tenant=head.tenant,
                 )
             )
         ]

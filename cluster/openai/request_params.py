@@ -45,11 +45,12 @@ def build_submits(
     bad_words: Sequence[list[int]] = (),
     grammar: str = "",
     may_learn: bool = True,
+    tenant: int = 0,
 ) -> list[Submit]:
     """Return the engine requests of one prompt's `n` choices, which have these ids. Raises BadRequest.
 
     Choice 0 has the request's seed, or `seed` if it has none (see `SeedSource`); choice j has the seed H(seed, j).
-    `bad_words` are the request's, tokenized; `grammar` is that of its structure. may_learn: see `Submit`.
+    `bad_words` are the request's, tokenized; `grammar` is that of its structure. may_learn, tenant: see `Submit`.
     """
     if request.priority and limits.config.scheduling_policy != "priority":
         raise BadRequest(
@@ -84,6 +85,7 @@ def build_submits(
         stop_token_ids=list(dict.fromkeys(request.stop_token_ids)),
         speculation=_speculation(request.speculative, limits),
         may_learn=may_learn and request.store is not False,
+        tenant=tenant,
         has_trees=request.return_speculative_trees and max_tokens > 0,
     )
     seed = first.sampling.seed

@@ -9,7 +9,8 @@ The canary scores both heads on windows that neither has learnt from. A window's
 chain drafted from each of its positions is expected to gain; of a token that was emitted, the head's probability of it
 at the request's temperature counts. The differences of some windows are a sample, and their mean with its standard
 error decides: better by three of them is offered, worse by three is dropped, anything else learns on. Each canary has
-windows of its own, so that trying often does not find luck.
+windows of its own, so that trying often does not find luck. A better head is offered only if no tenant loses by it: on
+none's windows that are held out from learning is it worse by more than the standard error.
 Legend: N rows of a window, A drafted tokens, D draft vocabulary, H width.
 """
 
@@ -22,7 +23,7 @@ import shutil
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,8 @@ FEWEST_WINDOWS = 16
 CANARY_WINDOWS = 24
 SURE = 3.0
 """Standard errors by which a head must be better, or worse: of a thousand equal ones, one is taken."""
+FEWEST_HELD = 4
+"""Windows of a tenant that are held out, before they can refuse a head."""
 KEPT_HEADS = 3
 """Learnt heads that stay on disk; `rollback` needs the last but one."""
 QUIET_S = 0.05
@@ -224,15 +227,15 @@ class Learner:
     def _judge(self) -> Iterator[None]:
         """Compare both heads on windows that neither has learnt from, and act on it."""
         windows, self.reservoir.fresh = self.reservoir.fresh, []
-        scores: list[tuple[float, float]] = []
+        scores = yield from self._compare(windows)
         for window in windows:
-            scores.append((self._score(self._serving, window), self._score(self._candidate, window)))
             self.reservoir.learn(window)
-            yield
         mean, error = gain(scores)
         old = statistics.fmean(serving for serving, _ in scores)
         told = f"{old + mean:.3f} instead of {old:.3f} tokens a chain ({mean:+.3f}, standard error {error:.3f})"
-        if mean > SURE * error:
+        if mean > SURE * error and (yield from self._harms()):
+            logger.info("the learnt head is better, but not for all tenants, and learns on: %s", told)
+        elif mean > SURE * error:
             logger.info("the learnt head is better: %s", told)
             state = {name: value.clone() for name, value in self._candidate.state_dict().items()}
             entry = {"tokens": self.reservoir.num_rows, "serving": old, "gain": mean, "standard_error": error}
@@ -243,6 +246,23 @@ class Learner:
         else:
             logger.info("the learnt head learns on: %s", told)
         yield
+
+    def _harms(self) -> Generator[None, None, bool]:
+        """Return whether the candidate drafts worse for a tenant."""
+        for held in list(self.reservoir.held.values()):
+            if len(held) >= FEWEST_HELD:
+                mean, error = gain((yield from self._compare(held)))
+                if mean < -error:
+                    return True
+        return False
+
+    def _compare(self, windows: list[Window]) -> Generator[None, None, list[tuple[float, float]]]:
+        """Return the scores of both heads on each window."""
+        scores = []
+        for window in windows:
+            scores.append((self._score(self._serving, window), self._score(self._candidate, window)))
+            yield
+        return scores
 
     @torch.no_grad()
     def _score(self, head: Network, window: Window) -> float:

@@ -57,12 +57,14 @@ def message(rows: dict[int, tuple[int, list[int]]], *, num_prompt: int = 0, temp
         sampling=SamplingBatch.stack([SamplingSettings(temperature=temperature)] * count),
         costs=None,
         features_MH=torch.tensor(slots, dtype=torch.float32)[:, None].expand(-1, WIDTH).contiguous(),
-        learn=LearnRows(id_B=torch.tensor(list(rows), dtype=torch.int32), num_prompt_B=zero_B + num_prompt),
+        learn=LearnRows(
+            id_B=torch.tensor(list(rows), dtype=torch.int32), num_prompt_B=zero_B + num_prompt, tenant_B=zero_B
+        ),
     )
 
 
 def windows(kept: Reservoir) -> list[Window]:
-    return sorted([*kept.learnt, *kept.fresh], key=lambda window: float(window.features_NH[0, 0]))
+    return sorted([*kept.learnt, *kept.fresh, *sum(kept.held.values(), [])], key=lambda window: float(window.features_NH[0, 0]))
 
 
 def test_windows_are_consecutive_rows_whose_targets_are_the_target_s_own() -> None:

@@ -16,9 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cluster.engine import process_host
 from cluster.engine.engine_client import EngineClient
 from cluster.engine.local_engine import LocalEngine
 from cluster.local_service import local_service
+from drafter.learning.learner import learnt_heads
 from secateur.cli import main
 from secateur.config import EngineArgs
 from tests.support.engines import BUNDLED, DYNAMIC, bundled, prompts
@@ -70,20 +72,25 @@ async def answer(client: EngineClient, submit: Submit) -> list[int]:
     return [token for chunk in chunks for token in chunk.tokens]
 
 
-def engine(tp: int, num_pages: int | None = None) -> EngineConfig:
-    config = bundled(DYNAMIC, tp=tp, draft_tp=tp, num_pages=num_pages)
+def engine(tp: int, num_pages: int | None = None, learnt: Path | None = None) -> EngineConfig:
+    """Return the configuration of an engine whose drafter learns, if there is a folder for what it learnt."""
+    config = bundled(DYNAMIC, tp=tp, draft_tp=1 if learnt else tp, num_pages=num_pages)
+    if learnt is not None and config.draft is not None:
+        config = replace(config, draft=replace(config.draft, learning_path=str(learnt)))
     return replace(config, tokenizer_path=str(BUNDLED / "target"), eos_token_ids=(0, 2))
+
+
+def few_pages(tp: int) -> int:
+    """Return too few pages for all requests at once, so that some are preempted."""
+    return 3 * engine(tp).pages_for(max(len(submit.prompt) for submit in submits()) + LENGTH)
 
 
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_ten_swaps_in_mid_stream_change_no_token(other: Path, tp: int) -> None:
     asked = submits()
-    # Of all at once; too few pages for that, so requests are preempted.
-    pages = max(len(submit.prompt) for submit in asked) + LENGTH
-    num_pages = 3 * engine(tp).pages_for(pages)
 
     async def run() -> None:
-        local = LocalEngine(engine(tp, num_pages))
+        local = LocalEngine(engine(tp, few_pages(tp)))
         async with local as client:
             plain = [await answer(client, replace(own, speculation=Speculation(enabled=False))) for own in asked]
             accepted = client.stats.num_accepted_tokens
@@ -102,6 +109,49 @@ def test_ten_swaps_in_mid_stream_change_no_token(other: Path, tp: int) -> None:
             await swapping
             assert in_flight >= NUM_SWAPS - 1
             assert client.stats.num_accepted_tokens > accepted and client.stats.num_preemptions > 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_heads_that_learn_and_a_drafter_that_dies_while_it_learns_change_no_token(
+    other: Path, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is lost with the drafter but its copy: the next one goes on from the head that drafted last."""
+    monkeypatch.setattr(process_host, "PRELOADED", (*process_host.PRELOADED, "tests.support.hasty_learning"))
+    asked = submits()
+
+    async def run() -> None:
+        local = LocalEngine(engine(tp, few_pages(tp), learnt=tmp_path))
+        async with local as client:
+            plain = [await answer(client, replace(own, speculation=Speculation(enabled=False))) for own in asked]
+            by_request = 0
+
+            async def swap_until(num_learnt: int) -> None:
+                nonlocal by_request
+                while client.num_swaps - by_request < num_learnt:
+                    if client.num_swaps >= 4 * (by_request + 1):  # so most are of what was learnt
+                        by_request += (await client.swap_head(str(SERVING if by_request % 2 else other))).error is None
+                    await asyncio.sleep(0.01)
+
+            async def ask_until(num_learnt: int) -> None:
+                swapping = asyncio.create_task(swap_until(num_learnt))
+                while not swapping.done():
+                    assert await asyncio.gather(*(answer(client, own) for own in asked)) == plain
+                await swapping
+
+            await ask_until(NUM_SWAPS)
+            running = [asyncio.create_task(answer(client, own)) for own in asked]
+            while not client.num_pending:
+                await asyncio.sleep(0.01)
+            os.kill(local.pids[-1], signal.SIGKILL)
+            assert await asyncio.gather(*running) == plain
+            while client.drafter_lost is not None or not client.stats.has_drafter:
+                await asyncio.sleep(0.1)
+            for folder in learnt_heads(tmp_path):
+                assert load_file(folder / "model.safetensors").keys() == load_file(SERVING / "model.safetensors").keys()
+            await ask_until(2 * NUM_SWAPS)
+            assert by_request >= 2 and client.stats.num_preemptions > 0 and client.stats.num_accepted_tokens > 0
 
     asyncio.run(run())
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from shutil import copytree
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from cluster.convert import engine_config
@@ -92,14 +93,20 @@ def learns(here: EngineHere, folder: Path, heads: Path) -> LearningChannel:
 
 def answers(here: EngineHere, *, may_learn: bool = True) -> list[list[int]]:
     """Return the answers to requests of one kind: a few prompts, greedily and with seeds."""
+    kinds = [SamplingSettings(seed=5, temperature=0.8), SamplingSettings(temperature=0.0)]
+    return said(here, [(prompt, kinds[id % 2]) for id, prompt in enumerate(prompts(6), start=1)], may_learn=may_learn)
+
+
+def said(
+    here: EngineHere, asked: list[tuple[list[int], SamplingSettings]], length: int = LENGTH, *, may_learn: bool = True
+) -> list[list[int]]:
+    """Return the answers of this length."""
     told: dict[int, list[int]] = {}
-    left = set()
-    for id, prompt in enumerate(prompts(6), start=1):
-        sampling = SamplingSettings(temperature=0.0) if id % 2 else SamplingSettings(seed=5, temperature=0.8)
-        own = Submit(id=id, prompt=prompt, max_tokens=LENGTH, sampling=sampling, ignore_eos=True, may_learn=may_learn)
+    for id, (prompt, sampling) in enumerate(asked, start=1):
+        own = Submit(id=id, prompt=prompt, max_tokens=length, sampling=sampling, ignore_eos=True, may_learn=may_learn)
         here.submit(own)
         told[id] = []
-        left.add(id)
+    left = set(told)
     while left:
         for chunk in here.step():
             assert chunk.finish_reason != "error", chunk.error
@@ -168,3 +175,79 @@ def test_the_settings_name_what_is_missing_and_a_restart_takes_the_newest_head(t
     with pytest.raises(ConfigError, match="is for EAGLE-3 heads"):
         nothing_learnt = settings | {"online_learning_path": str(tmp_path / "empty")}
         engine_config(EngineArgs.load(nothing_learnt | {"speculative_config": {"model": "bundled:draft"}}))
+
+
+# ---- poisoned streams: recorded messages, the learner alone
+
+GREEDY = SamplingSettings(temperature=0.0)
+TEXTS = prompts()
+HELD_OUT, TAUGHT = TEXTS[::3], [text for n, text in enumerate(TEXTS) if n % 3]
+
+
+def tokens(number: int) -> list[int]:
+    return np.random.default_rng(number).integers(300, 2048, size=150).tolist()
+
+
+POISON = {
+    "random tokens": [tokens(n) for n in range(20)],
+    "one token again and again": [[700 + n] * 150 for n in range(20)],
+    "one pattern": [(tokens(0)[:4] * 38)[n:] for n in range(20)],
+    "a pattern of each request": [tokens(n)[:4] * 38 for n in range(20)],
+}
+"""What the target is made to say, by a grammar perhaps."""
+
+
+def recorded(asked: list[list[int]], length: int, *, tenant: int, is_answer: bool) -> list[DraftRequest]:
+    """Return what a drafter is sent for these prompts. is_answer: they count as said by the target."""
+    with engine_here(config("nowhere"), Pair.load(TARGET, BUNDLED / "eagle3"), UNPROFILED) as here:
+        said(here, [(prompt, GREEDY) for prompt in asked], length)
+        assert here.drafter is not None
+        sent = [message for message in here.drafter.requests if isinstance(message, DraftRequest)]
+    for message in sent:
+        assert message.learn is not None
+        message.learn.tenant_B.fill_(tenant)
+        message.learn.id_B.add_(1000 * tenant)
+        if is_answer:
+            message.learn.num_prompt_B.zero_()
+    return sent
+
+
+def accepted_of_held_out(folder: Path | str) -> float:
+    with engine_here(config(""), Pair.load(TARGET, folder), UNPROFILED) as here:
+        said(here, [(prompt, GREEDY) for prompt in HELD_OUT], 48)
+        return here.engine._stats.num_accepted_tokens / here.engine._stats.num_drafts
+
+
+@pytest.fixture(scope="module")
+def natural() -> list[DraftRequest]:
+    return recorded(TAUGHT, LENGTH, tenant=1, is_answer=False)
+
+
+@pytest.fixture(scope="module")
+def accepted_before() -> float:
+    return accepted_of_held_out(BUNDLED / "eagle3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("poison", POISON)
+def test_a_tenant_that_floods_the_learner_costs_the_others_nothing(
+    natural: list[DraftRequest], accepted_before: float, poison: str, tmp_path: Path
+) -> None:
+    """Nine in ten windows are the flood's."""
+    folder = BUNDLED / "eagle3"
+    own = Pair.load(TARGET, folder).head
+    assert own.vocab.target_ids is not None
+    spec = read_eagle3_spec(str(folder), read_spec(str(TARGET)))
+    learner = Learner(spec, str(folder), str(tmp_path), own.embed, own.vocab.target_ids.clone())
+    flood = recorded(POISON[poison], 3, tenant=2, is_answer=True)
+    stream = [*natural, *(message for n in range(30) for message in (natural[n % len(natural)], flood[n % len(flood)]))]
+    for message in stream:
+        learner.saw(message)
+        for _ in range(SLICES):
+            if learner.has_work:
+                learner.work()
+        learner._thread.submit(int).result()
+        if (better := learner.offer()) is not None:
+            learner.rebase(better)
+    assert learner.reservoir.num_rows > 5000
+    assert accepted_of_held_out(learner._folder) > 0.95 * accepted_before

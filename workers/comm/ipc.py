@@ -136,6 +136,7 @@ class Submit:
     resumption: Resumption | None = None  # in an engine that was lost
     priority: int = 0  # lower is served earlier
     may_learn: bool = True  # a drafter that learns may keep its tokens and features for a while
+    tenant: int = 0  # which of those this is for whom it may learn, below 2**31; 0 = it tells none apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
