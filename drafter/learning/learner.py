@@ -145,7 +145,7 @@ class Learner:
 
     def rebase(self, folder: str) -> None:
         """Go on from the head of this folder, which drafts now. Raises ValueError, OSError."""
-        self._folder, self._offered_s = Path(folder), -math.inf
+        self._folder, self._offered_s, self._saving = Path(folder), -math.inf, None
         tensors = _trained_tensors(self._spec, load_file(self._folder / WEIGHTS))
         is_own = all(torch.equal(tensors[name], value) for name, value in self._candidate.state_dict().items())
         self._serving.load_state_dict(tensors)

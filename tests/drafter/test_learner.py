@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from drafter.learning import learner as learning
 from drafter.learning.learner import Learner, gain, learnt_heads, why_not_learnable, write_head
-from drafter.learning.reservoir import CONTEXT, FEWEST, WINDOW, Reservoir, Window
+from drafter.learning.reservoir import CONTEXT, FEWEST, MAX_HELD, WINDOW, Reservoir, Window
 from drafter.proposers.eagle3 import Eagle3Head
 from tests.support.engines import BUNDLED
 from workers.config import TreeRules
@@ -64,7 +67,9 @@ def message(rows: dict[int, tuple[int, list[int]]], *, num_prompt: int = 0, temp
 
 
 def windows(kept: Reservoir) -> list[Window]:
-    return sorted([*kept.learnt, *kept.fresh, *sum(kept.held.values(), [])], key=lambda window: float(window.features_NH[0, 0]))
+    return sorted(
+        [*kept.learnt, *kept.fresh, *sum(kept.held.values(), [])], key=lambda window: float(window.features_NH[0, 0])
+    )
 
 
 def test_windows_are_consecutive_rows_whose_targets_are_the_target_s_own() -> None:
@@ -108,6 +113,21 @@ def test_memory_and_age_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(64):
         kept.add(message({0: (1, [1])}))
     assert not windows(kept)
+
+
+def test_a_few_windows_of_each_tenant_are_held_out_however_little_it_sends() -> None:
+    kept = Reservoir(8)
+    for id in range(1, 400):
+        made = message({id: (1, [id] * WINDOW if id % 4 else [7] * WINDOW)})
+        assert made.learn is not None
+        made.learn.tenant_B.fill_(5 if id % 20 == 1 else 6)
+        kept.add(made)
+    assert len(kept.held[6]) == MAX_HELD and 3 <= len(kept.held[5]) <= MAX_HELD
+    for held in kept.held.values():
+        assert len({int(window.token_N[0]) for window in held}) == len(held), "repeats say nothing more"
+        assert not any(own is other for own in held for other in [*kept.learnt, *kept.fresh])
+    taught = Counter(kept.sample().tenant for _ in range(400))
+    assert sum(window.tenant == 5 for window in kept.learnt) < 30 and taught[5] > 150
 
 
 def test_the_network_drafts_what_the_serving_head_drafts(spec: Eagle3Spec, serving: Eagle3Head, tmp_path: Path) -> None:
@@ -205,6 +225,43 @@ def test_noise_never_takes_a_head_and_a_worse_one_is_dropped(
     monkeypatch.setattr(own, "_score", lambda head, _: next(draws) + (0.0 if head is own._candidate else 1.0))
     list(own._judge())
     assert torch.equal(own._candidate.lm_head.weight, own._serving.lm_head.weight)
+
+
+def test_a_head_that_a_tenant_would_lose_by_is_not_taken(
+    spec: Eagle3Spec, serving: Eagle3Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = learner(spec, serving, tmp_path)
+    lost = [Window(torch.zeros(20), torch.zeros(20, WIDTH), 1, 0.0, math.inf) for _ in range(4)]
+    own.reservoir.held = {1: lost}
+    draws = iter(torch.rand(1000, generator=torch.Generator().manual_seed(2)).tolist())
+
+    def score(head: learning.Network, window: Window) -> float:
+        gained = 0.0 if head is own._serving else -1.0 if any(window is one for one in lost) else 2.0
+        return next(draws) + gained
+
+    monkeypatch.setattr(own, "_score", score)
+    for is_taken in (False, True):
+        fill(own, lambda id: [id] * WINDOW, 100)
+        list(own._judge())
+        assert (own._saving is not None) == is_taken
+        own.reservoir.held.clear()
+
+
+def test_a_head_that_took_over_meanwhile_is_not_replaced_by_one_that_was_compared_with_the_head_before(
+    spec: Eagle3Spec, serving: Eagle3Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = learner(spec, serving, tmp_path)
+    monkeypatch.setattr(own, "_score", lambda head, window: float(head is own._candidate) + window.begin)
+    fill(own, lambda id: [id] * WINDOW, 100)
+    list(own._judge())
+    assert own._saving is not None
+    own._saving.result()
+    other = copytree(FOLDER, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["norm.weight"] += 1.0
+    save_file(weights, other / "model.safetensors")
+    own.rebase(str(other))  # by an administrator
+    assert own.offer() is None
 
 
 def test_few_heads_stay_on_disk_and_half_a_one_is_none(tmp_path: Path) -> None:

@@ -109,6 +109,16 @@ def test_every_route_that_computes_counts(
         assert charged.get(("team", "generation"), 0) == (0 if path.endswith(("/tokenize", "/count_tokens")) else 6)
 
 
+def test_the_engine_is_told_whose_a_request_is(own: Callable[..., FakeService], tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("s3cret-a\ns3cret-b\n")
+    service = own(api_keys=KeyFile(file))
+    with service.http() as http:
+        assert [post(http, f"s3cret-{key}").status_code for key in "aba"] == [200] * 3
+        first, other, again = (submit.tenant for submit in service.engine.submitted)
+    assert first == again != other and 0 < min(first, other) and max(first, other) < 1 << 31
+
+
 def test_the_only_key_of_a_service_has_no_limit(own: Callable[..., FakeService]) -> None:
     with own(api_key="s3cret").http() as http:
         assert {post(http, "s3cret").status_code for _ in range(20)} == {200}
