@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from shutil import copytree
 
@@ -67,9 +68,8 @@ def message(rows: dict[int, tuple[int, list[int]]], *, num_prompt: int = 0, temp
 
 
 def windows(kept: Reservoir) -> list[Window]:
-    return sorted(
-        [*kept.learnt, *kept.fresh, *sum(kept.held.values(), [])], key=lambda window: float(window.features_NH[0, 0])
-    )
+    every = chain(kept.learnt, kept.fresh, *kept.held.values())
+    return sorted(every, key=lambda window: float(window.features_NH[0, 0]))
 
 
 def test_windows_are_consecutive_rows_whose_targets_are_the_target_s_own() -> None:
