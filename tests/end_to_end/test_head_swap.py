@@ -124,7 +124,8 @@ def test_heads_that_learn_and_a_drafter_that_dies_while_it_learns_change_no_toke
     async def run() -> None:
         local = LocalEngine(engine(tp, few_pages(tp), learnt=tmp_path))
         async with local as client:
-            plain = [await answer(client, replace(own, speculation=Speculation(enabled=False))) for own in asked]
+            off = [replace(own, speculation=Speculation(enabled=False)) for own in asked]
+            plain = await asyncio.gather(*(answer(client, own) for own in off))
             by_request = 0
 
             async def swap_until(num_swaps: int) -> None:
