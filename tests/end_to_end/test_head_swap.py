@@ -130,7 +130,7 @@ def test_heads_that_learn_and_a_drafter_that_dies_while_it_learns_change_no_toke
 
             async def swap_until(num_swaps: int) -> None:
                 nonlocal by_request
-                while client.num_swaps < num_swaps:
+                while client.num_swaps < num_swaps or by_request < num_swaps // 5:
                     if client.num_swaps >= 4 * (by_request + 1):  # so most are of what was learnt
                         by_request += (await client.swap_head(str(SERVING if by_request % 2 else other))).error is None
                     await asyncio.sleep(0.01)
@@ -152,7 +152,7 @@ def test_heads_that_learn_and_a_drafter_that_dies_while_it_learns_change_no_toke
             for folder in learnt_heads(tmp_path):
                 assert load_file(folder / "model.safetensors").keys() == load_file(SERVING / "model.safetensors").keys()
             await ask_until(2 * NUM_SWAPS)
-            assert 4 <= by_request < NUM_SWAPS
+            assert client.num_swaps >= 2 * NUM_SWAPS and client.num_swaps - by_request >= NUM_SWAPS
             assert client.stats.num_preemptions > 0 and client.stats.num_accepted_tokens > 0
 
     asyncio.run(run())
