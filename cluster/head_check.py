@@ -11,18 +11,21 @@ import torch
 
 from cluster.convert import model_folder
 from cluster.door import check_drafter, unheard
+from drafter.learning.learner import why_not_learnable
 from secateur.errors import ConfigError
-from workers.config import EngineConfig
+from workers.config import DraftConfig, EngineConfig
 from workers.models.checkpoint import Weights
 from workers.models.draft_methods import METHODS, check_kinds, has_swappable_head, read_draft_spec
 from workers.models.hub import fetch_weights
 from workers.models.readers import read_spec
+from workers.models.specs import ModelSpec
 
 
-def checked_head(config: EngineConfig, name: str) -> str:
+def checked_head(config: EngineConfig, name: str, scored_beside: str | None = None) -> str:
     """Return the folder of a head that can take the place of the serving one, once its weights are here.
 
-    name: a folder, or a Hugging Face id. Raises ConfigError, which says what differs.
+    name: a folder, or a Hugging Face id. scored_beside: the folder of the serving head if it is to be scored.
+    Raises ConfigError, which says what differs.
     """
     serving = config.draft
     if serving is None or not has_swappable_head(serving):
@@ -42,9 +45,21 @@ def checked_head(config: EngineConfig, name: str) -> str:
             check_drafter(new, Path(draft.model_path), target_path, draft.tensor_parallel_size, config)
         if not torch.equal(*(_draft_tokens(own.model_path) for own in (serving, draft))):
             raise ConfigError(f"{name} drafts other tokens (d2t) than the serving head; restart the service with it")
+        if scored_beside is not None:
+            _check_scorable(serving, target, (scored_beside, draft.model_path), config.device)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     return draft.model_path
+
+
+def _check_scorable(serving: DraftConfig, target: ModelSpec, folders: tuple[str, str], device: str) -> None:
+    """Check that a head can be scored beside the serving one. Raises ValueError. folders: of both."""
+    if serving.learning_path:
+        raise ValueError("with online_learning a copy is scored already; leave canary_steps out, or restart without it")
+    for folder in folders:
+        spec, ranks = read_draft_spec(replace(serving, model_path=folder), target), serving.tensor_parallel_size
+        if why := why_not_learnable(spec, Path(folder), device=device, ranks=ranks):
+            raise ValueError(f"canary_steps {why}")
 
 
 def _differences(old: object, new: object, prefix: str = "") -> Iterator[str]:

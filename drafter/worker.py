@@ -14,12 +14,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from drafter.drafter import Drafter, warm_up_requests
 from drafter.head_loader import HeadLoader
-from drafter.learning.learner import Learner
+from drafter.learning.canary import Canary, ScoredHead
+from drafter.learning.learner import Learner, Slices
 from drafter.methods import load_another_head, load_proposer
 from drafter.proposers.base import HeadProposer
+from drafter.proposers.feature_head import load_embedding
 from drafter.tree.policy import make_tree_policy
 from drafter.tree.tree_graphs import TreeGraphs
 from workers.comm import groups
@@ -30,10 +33,12 @@ from workers.config import DraftConfig, EngineConfig
 from workers.cuda_graphs import Graphs
 from workers.gc_freeze import freeze_start_up
 from workers.kernels.select import TORCH, kernels_for
+from workers.models.checkpoint import Weights
 from workers.models.draft_methods import method_of
 from workers.models.specs import Eagle3Spec, Specs
 from workers.pulse import PULSE
 from workers.sampling.grammar import MASK_SECONDS, Grammars, TokenTable
+from workers.settings import HeadAction
 from workers.types import DraftRequest, HeadProgress, NewHead, as_bytes, as_text
 
 logger = logging.getLogger(__name__)
@@ -89,7 +94,8 @@ def run(
         world = world.connected(link)
     heads = learner = None
     if isinstance(proposer, HeadProposer):
-        heads = HeadLoader(world, partial(load_another_head, world, specs, kernels), proposer.take)
+        load, score = partial(load_another_head, world, specs, kernels), partial(_canary, config, specs, proposer)
+        heads = HeadLoader(world, load, proposer.take, score, config.draft.model_path)
         learner = _learner(config.draft, specs, proposer)
     _serve(world, drafter, heads, learner, has_noise=is_model and not isinstance(proposer.tree_graphs, TreeGraphs))
     if proposer.graphs is not None:
@@ -102,9 +108,26 @@ def _learner(draft: DraftConfig, specs: Specs, proposer: HeadProposer[Any]) -> L
     if not draft.learning_path:
         return None
     assert isinstance(specs.draft, Eagle3Spec), "others are refused before"
+    return Learner(specs.draft, draft.model_path, draft.learning_path, proposer.embed, _target_ids(proposer))
+
+
+def _canary(
+    config: EngineConfig, specs: Specs, proposer: HeadProposer[Any], serving: str, candidate: str, num_steps: int
+) -> Canary:
+    """Load a head that is to be scored, and the serving one as it is scored. Raises ValueError, OSError."""
+    spec, dtype = specs.draft, getattr(torch, config.dtype)
+    assert isinstance(spec, Eagle3Spec), "others are refused before"
+    embedding_VH = load_embedding(Weights(candidate, dtype), Weights(config.model_path, dtype), spec.layers)
+    heads = (
+        ScoredHead.load(spec, serving, proposer.embed),
+        ScoredHead.load(spec, candidate, embedding_VH.__getitem__),
+    )
+    return Canary(heads, _target_ids(proposer), spec.layers.vocab_size, candidate, num_steps)
+
+
+def _target_ids(proposer: HeadProposer[Any]) -> Tensor:
     ids = proposer.vocab.target_ids
-    target_ids = torch.arange(proposer.vocab.size) if ids is None else ids.clone()
-    return Learner(specs.draft, draft.model_path, draft.learning_path, proposer.embed, target_ids)
+    return torch.arange(proposer.vocab.size) if ids is None else ids.clone()
 
 
 def _serve(
@@ -117,7 +140,7 @@ def _serve(
     """
     has_started = False
     PULSE.serve()
-    while (received := _next_message(world, learner)).kind != Kind.STOP:
+    while (received := _next_message(world, own := _slices(heads, learner))).kind != Kind.STOP:
         if not has_started:  # and so have the others
             world.end_start_up()
             has_started = True
@@ -127,14 +150,15 @@ def _serve(
             assert heads is not None
             with naming_lost_peers(world.role, received.step):
                 state = heads.answer(received.message)
-            if learner is not None and state.progress == HeadProgress.TAKEN:
+            drafts = received.message.action == HeadAction.TAKE and state.progress == HeadProgress.TAKEN
+            if learner is not None and drafts:
                 learner.rebase(as_text(received.message.path_U))
             if world.link is not None:
                 world.link.send(state, received.step)
             continue
         assert isinstance(received.message, DraftRequest)
-        if learner is not None:
-            learner.began()
+        if own is not None:
+            own.began()
         with naming_lost_peers(world.role, received.step):
             reply = drafter.draft(received.message)
         is_answered = received.message.is_answered
@@ -144,17 +168,22 @@ def _serve(
             world.link.send(reply, received.step)
         if has_noise:
             drafter.prefetch_noise(received.message, world.device)
-        if learner is not None:
-            learner.saw(received.message)
+        if own is not None:
+            own.saw(received.message)
 
 
-def _next_message(world: World, learner: Learner | None) -> Received:
-    """Receive verifier 0's next message, on every drafter rank, and learn until it comes."""
+def _slices(heads: HeadLoader | None, learner: Learner | None) -> Slices | None:
+    """Return what runs in slices between two messages: the learner, or a head that is scored beside the serving one."""
+    return heads.canary if learner is None and heads is not None else learner
+
+
+def _next_message(world: World, own: Slices | None) -> Received:
+    """Receive verifier 0's next message, on every drafter rank, and run slices until it comes."""
     if world.link is None:
         assert world.peers is not None
         return world.peers.receive()
-    while learner is not None and learner.has_work and not world.link.has_frame(learner.wait_s):
-        learner.work()
+    while own is not None and own.has_work and not world.link.has_frame(own.wait_s):
+        own.work()
     received = world.link.receive()
     if world.peers is not None:
         match received.kind:

@@ -311,7 +311,7 @@ class EngineSettings(Settings):
     admin_api_key: Annotated[
         str | None,
         Flag(
-            "Serve /admin/drafter, which swaps the draft head, to who sends this key [the environment's "
+            "Serve /admin/drafter, which swaps the draft head or scores one, to who sends this key [the environment's "
             "SECATEUR_ADMIN_API_KEY, else nobody]",
             SERVING,
         ),

@@ -61,7 +61,8 @@ class Drafting:
         began = time.perf_counter()
         state_MX = self._hidden_states.take({request: len(own.tokens) for request, own in plan.inputs.items()})
         features_MH = None if state_MX is None else self._target.features(state_MX)
-        message = self._inputs.draft_request(plan.inputs, features_MH, plan.costs)
+        candidate_MH = None if state_MX is None else self._target.candidate_features(state_MX)
+        message = self._inputs.draft_request(plan.inputs, features_MH, plan.costs, candidate_MH)
         if not self._drafter.send(message, number):
             return None
         reply = None

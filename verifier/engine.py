@@ -50,6 +50,7 @@ from workers.comm.ipc import (
 from workers.config import EngineConfig
 from workers.kv_cache import Checkpoints, PageAllocator
 from workers.pulse import PULSE
+from workers.settings import HeadAction
 from workers.types import SamplingBatch, Verdict, as_text
 
 GRAMMAR_FAILED = "grammar_failed"
@@ -190,7 +191,7 @@ class Engine:
                 case Abort(id=id):
                     self._abort(id)
                 case SwapHead():
-                    self._report_swap(self._heads.begin(message))
+                    self._report_swap(self._heads.begin(message, self._stats.steps))
         self._report_swap(self._heads.advance(self._stats.steps))
         if idle and time.monotonic() - self._last_emit >= HEARTBEAT_S:
             self._target.heartbeat(self._stats.steps)
@@ -202,6 +203,7 @@ class Engine:
         A successor's KV cache is empty, and the features that would fill it for these requests were not kept.
         """
         self._stats.num_drafter_losses += 1
+        self._target.candidate = None
         self._allocator.forget_drafter()
         for request in (*self._waiting, *self._running):
             self._drop_drafter_of(request)
@@ -215,6 +217,8 @@ class Engine:
         """
         if ended is None:
             return
+        if ended.action != HeadAction.TAKE:
+            return self._front.send(ended)
         self._head_acceptance.report(self._stats)
         trees, accepted = self._stats.num_head_trees, self._stats.num_head_accepted_tokens
         ended = replace(ended, old_path=self._head_path, num_old_trees=trees, num_old_accepted_tokens=accepted)
@@ -395,7 +399,8 @@ class Engine:
         self._stats.transfer_seconds -= reply.seconds
         self._stats.num_trees += len(reply.pruned_GD)
         if reply.learnt_U is not None:
-            self._report_swap(self._heads.begin(SwapHead(id=LEARNT, path=as_text(reply.learnt_U))))
+            learnt = SwapHead(id=LEARNT, path=as_text(reply.learnt_U))
+            self._report_swap(self._heads.begin(learnt, self._stats.steps))
 
     def _count(self, step: Step, drafts: DraftBatch, verdicts: list[Verdict], new: list[NewTokens]) -> None:
         """Count verified, accepted and pruned nodes for the engine and for each request.

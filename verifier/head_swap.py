@@ -1,6 +1,7 @@
 """The engine's part of a swap: the drafter loads another head, and both sides take it over between the same two steps.
 
-The verifier has a part of most heads, the fusion of the target's layers, which it loads first.
+The verifier has a part of most heads, the fusion of the target's layers, which it loads first. A head that is only to
+be scored is loaded alike; then the engine sends its features, too.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from verifier.drafter_peer import DrafterPeer
-from verifier.target import Fuse, Target
+from verifier.target import Candidate, Fuse, Target
 from workers.comm.ipc import HeadSwapped, SwapHead
-from workers.types import HeadProgress, NewHead, as_bytes, as_text
+from workers.settings import HeadAction
+from workers.types import HeadProgress, HeadState, NewHead, as_bytes, as_text
 
+LOST = "the drafter is lost; ask again when /health says ok"
 LoadFuse = Callable[[str], Fuse]
 """Reads a head's fusion from its folder; raises ValueError, OSError."""
 
@@ -31,10 +34,15 @@ class HeadSwap:
         """Return whether a head is being loaded."""
         return self._asked is not None
 
-    def begin(self, asked: SwapHead) -> HeadSwapped | None:
-        """Begin a swap; return why it cannot begin."""
+    def begin(self, asked: SwapHead, step: int) -> HeadSwapped | None:
+        """Begin a swap; return why it cannot begin, or what was asked of the head being scored."""
         if self._load_fuse is None:
             return _ended(asked, "the drafter is no head with weights of its own")
+        if asked.action in (HeadAction.TELL, HeadAction.END):
+            if asked.action == HeadAction.END:
+                self._target.candidate = None
+            state = self._ask(asked, step)
+            return _ended(asked, LOST) if state is None else _ended(asked, None, state)
         if self._asked is not None:
             return _ended(asked, f"a swap to {self._asked.path} is under way; ask again when it has ended")
         self._asked, self._fuse = asked, self._thread.submit(self._load_fuse, asked.path)
@@ -46,20 +54,29 @@ class HeadSwap:
             return None
         if error := self._fuse.exception():
             return self._end(asked, str(error))
-        state = self._drafter.swap(NewHead(path_U=as_bytes(asked.path)), step)
+        state = self._ask(asked, step)
         if state is None:
-            return self._end(asked, "the drafter is lost; ask again when /health says ok")
+            return self._end(asked, LOST)
         if state.progress == HeadProgress.LOADING:
             return None
         if state.progress == HeadProgress.FAILED:
             return self._end(asked, as_text(state.reason_U))
-        self._target.fuse = self._fuse.result()
-        return self._end(asked, None)
+        fuse, self._target.candidate = self._fuse.result(), None
+        if asked.action == HeadAction.SCORE:
+            self._target.candidate = Candidate(fuse, asked.num_steps)
+        else:
+            self._target.fuse = fuse
+        return self._end(asked, None, state)
 
-    def _end(self, asked: SwapHead, error: str | None) -> HeadSwapped:
+    def _ask(self, asked: SwapHead, step: int) -> HeadState | None:
+        message = NewHead(path_U=as_bytes(asked.path), action=asked.action, num_steps=asked.num_steps)
+        return self._drafter.swap(message, step)
+
+    def _end(self, asked: SwapHead, error: str | None, state: HeadState | None = None) -> HeadSwapped:
         self._asked = None
-        return _ended(asked, error)
+        return _ended(asked, error, state)
 
 
-def _ended(asked: SwapHead, error: str | None) -> HeadSwapped:
-    return HeadSwapped(id=asked.id, path=asked.path, error=error)
+def _ended(asked: SwapHead, error: str | None, state: HeadState | None = None) -> HeadSwapped:
+    scores = "" if state is None or state.scores_U is None else as_text(state.scores_U)
+    return HeadSwapped(id=asked.id, path=asked.path, action=asked.action, error=error, scores=scores)

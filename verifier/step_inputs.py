@@ -67,9 +67,16 @@ class StepInputs:
         self._verified: _BatchParams | None = None
 
     def draft_request(
-        self, inputs: Mapping[Request, DraftInput], features_MH: Tensor | None, costs: DraftCosts | None
+        self,
+        inputs: Mapping[Request, DraftInput],
+        features_MH: Tensor | None,
+        costs: DraftCosts | None,
+        candidate_MH: Tensor | None = None,
     ) -> DraftRequest:
-        """Build the message to the drafter. features_MH: for all fed rows in order, if the drafter reads features."""
+        """Build the message to the drafter. features_MH: for all fed rows in order, if the drafter reads features.
+
+        candidate_MH: the same for a head being scored.
+        """
         requests = list(inputs)
         if self._drafted is None or self._drafted.batch.requests != requests:
             self._drafted = _draft_params_of(requests)
@@ -89,7 +96,8 @@ class StepInputs:
             costs=costs,
             features_MH=features_MH,
             traced_B=traced_B,
-            learn=learn if self._learns else None,
+            learn=learn if self._learns or candidate_MH is not None else None,
+            candidate_MH=candidate_MH,
         )
 
     def target_step(

@@ -7,6 +7,7 @@ Legend: N packed rows, R sampled rows, S scored prompt rows, T ranks, V vocabula
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,13 @@ from workers.types import Hidden, SamplingBatch, SamplingNeeds, ScoredRows, Targ
 
 Fuse = Callable[[Tensor], Tensor]
 """Maps the states of rows [N, X] to their features [N, H], in the model's dtype."""
+
+
+class Candidate(NamedTuple):
+    """The verifier's part of a head being scored, and the steps in which it still sends features for it."""
+
+    fuse: Fuse
+    steps_left: int
 
 
 def _nothing() -> None:
@@ -66,6 +74,7 @@ class Target:
         self._page_size = page_size
         self._peers = peers
         self.fuse = fuse
+        self.candidate: Candidate | None = None
         self.state_pool = state_pool
         self.graphs = graphs
         self.grammars = grammars
@@ -137,6 +146,15 @@ class Target:
         """
         assert self.fuse is not None
         return self.fuse(state_NX)
+
+    @torch.inference_mode()
+    def candidate_features(self, state_NX: Tensor) -> Tensor | None:
+        """Return the features float32 [N, H] for the head being scored; None if there is none. Counts a step."""
+        if self.candidate is None:
+            return None
+        fuse, steps_left = self.candidate
+        self.candidate = Candidate(fuse, steps_left - 1) if steps_left > 1 else None
+        return fuse(state_NX).float()
 
     @torch.inference_mode()
     def processed(self, rows_R: Tensor) -> Tensor:

@@ -36,6 +36,15 @@ class TreeLimits(TreeRules[float]):
     auto: bool = False  # `auto` chooses node budgets from calibrated acceptance probabilities and measured costs
 
 
+class HeadAction(IntEnum):
+    """What a drafter is to do with another head."""
+
+    TAKE = 0  # load it and draft with it
+    SCORE = 1  # load it and score it beside the serving head; it drafts nothing
+    TELL = 2  # of the head being scored: the scores so far
+    END = 3  # the same, and forget it
+
+
 class PruneReason(IntEnum):
     """Why a node was kept out of the tree that is verified."""
 

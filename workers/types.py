@@ -305,7 +305,10 @@ class DraftRequest:
     costs: DraftCosts | None  # None = no request uses `auto`
     features_MH: Tensor | None = field(metadata={"is_bulk": True})  # [M, H] in the drafter's dtype
     traced_B: Tensor | None = None  # [B] int32, 1 = the reply has a trace of the request's tree; None = nobody asks
-    learn: LearnRows | None = None  # None = the drafter does not learn
+    learn: LearnRows | None = None  # None = the drafter neither learns nor scores a head
+    candidate_MH: Tensor | None = field(
+        default=None, metadata=column("float32", ndim=2)
+    )  # [M, H] float32, the features for a head being scored; None = there is none
 
     @property
     def is_answered(self) -> bool:
@@ -337,12 +340,14 @@ class HeadProgress(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewHead:
-    """Asks the drafter to load another head beside its own, and to take it over once all drafter ranks have it.
+    """Asks the drafter to load another head beside its own, and to take or score it once all drafter ranks have it.
 
     It is sent again and again until the reply says that this is done, or why it is not.
     """
 
     path_U: Tensor = field(metadata=column("uint8"))  # the head's folder, see `as_bytes`
+    action: int = 0  # HeadAction
+    num_steps: int = 0  # messages with features for it after which scoring ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,6 +356,7 @@ class HeadState:
 
     progress: int  # HeadProgress
     reason_U: Tensor = field(metadata=column("uint8"))  # why it failed; empty = it did not
+    scores_U: Tensor | None = field(default=None, metadata=column("uint8"))  # JSON, see `Canary.told`; None = no head
 
 
 def as_bytes(text: str) -> Tensor:

@@ -40,6 +40,7 @@ from workers.comm.ipc import (
     unix_path_fits,
 )
 from workers.gc_freeze import freeze_start_up
+from workers.settings import HeadAction
 
 logger = logging.getLogger(__name__)
 
@@ -347,14 +348,17 @@ class EngineClient:
         """Tell the engine, if there is one, where another front listens. Do so again and again; see `Connect`."""
         self._send(Connect(number=number, address=address))
 
-    async def swap_head(self, path: str) -> HeadSwapped:
-        """Let the drafter load another head and go on with it; return the end. Raises EngineDead."""
+    async def swap_head(self, path: str, action: HeadAction = HeadAction.TAKE, num_steps: int = 0) -> HeadSwapped:
+        """Let the drafter load another head and go on with it, or what else `action` says; return the end.
+
+        num_steps: to score it in. Raises EngineDead.
+        """
         if self._writer is None or self.ready is None:
             raise EngineDead(self._death or self._interruption or "the engine is not connected yet")
         id = self.new_id()
         ended = self._asked_swaps[id] = asyncio.get_running_loop().create_future()
         try:
-            self._send(SwapHead(id=id, path=path))
+            self._send(SwapHead(id=id, path=path, action=action, num_steps=num_steps))
             return await ended
         finally:
             del self._asked_swaps[id]
@@ -489,7 +493,7 @@ class EngineClient:
                 self.drafter_lost = message
                 self.on_drafter_lost(message)
             case HeadSwapped():
-                if message.error is None:
+                if message.error is None and message.action == HeadAction.TAKE:
                     self.swaps.append(message)
                     self.num_swaps += 1
                     self.stats.num_head_trees = self.stats.num_head_accepted_tokens = 0  # the step's own follow

@@ -22,6 +22,7 @@ import math
 import shutil
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -94,24 +95,24 @@ class Network(nn.Module):
 
 
 def why_not_learnable(spec: object, folder: Path, *, device: str, ranks: int) -> str | None:
-    """Return why a drafter cannot learn while it serves; None if it can."""
+    """Return why a head can neither learn nor be scored while it serves; None if it can."""
     if not isinstance(spec, Eagle3Spec) or spec.mask_token_id is not None:
         return "is for EAGLE-3 heads that draft one token a pass; use one, or leave it out"
     if device != "cpu":
-        return "is implemented on CPUs; leave it out, and train with training.head"
+        return "is implemented on CPUs; leave it out"
     if ranks > 1:
-        return "learns on one drafter rank; write draft_tensor_parallel_size 1"
+        return "works on one drafter rank; write draft_tensor_parallel_size 1"
     has_plain_rope = spec.layers.rope.scaling == 1.0 and 2 * len(spec.layers.rope.inv_freq) == spec.layers.head_dim
     if spec.norm_before_residual or spec.norm_output or spec.layers.windows != (None,) or not has_plain_rope:
-        return "learns with heads of one plain EAGLE-3 layer; leave it out"
+        return "works with heads of one plain EAGLE-3 layer; leave it out"
     try:
-        _trained_tensors(spec, load_file(folder / WEIGHTS))
+        trained_tensors(spec, load_file(folder / WEIGHTS))
     except (ValueError, OSError) as error:
-        return f"learns with heads in SafeAILab's layout, with an lm_head of their own; leave it out ({error})"
+        return f"works with heads in SafeAILab's layout, with an lm_head of their own; leave it out ({error})"
     return None
 
 
-def _trained_tensors(spec: Eagle3Spec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def trained_tensors(spec: Eagle3Spec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that learn, in float32. Raises ValueError if some are missing, or there are others."""
     with torch.device("meta"):
         names = Network(spec).state_dict().keys()
@@ -120,7 +121,67 @@ def _trained_tensors(spec: Eagle3Spec, tensors: dict[str, Tensor]) -> dict[str, 
     return {name: tensors[name].float() for name in names}
 
 
-class Learner:
+def index_of(target_ids: Tensor, vocab_size: int) -> Tensor:
+    """Return the place of each target token in the draft vocabulary, int64 [V]; -1 = it has none."""
+    return torch.full((vocab_size,), -1).index_put((target_ids,), torch.arange(len(target_ids)))
+
+
+@torch.no_grad()
+def reached(head: Network, embed: Callable[[Tensor], Tensor], index_V: Tensor, window: Window) -> Tensor:
+    """Return for each depth the probability that a chain from a position of the window is accepted up to it [steps].
+
+    Their sum is the number of tokens that a chain is expected to gain. index_V: see `index_of`.
+    """
+    index_N, temperature = index_V[window.token_N], max(window.temperature, 1e-3)
+    reached_A, means = torch.tensor(1.0), []
+    for logits_AD, rows in head.draft(embed(window.token_N).float(), window):
+        index_A = index_N[rows.start : rows.stop]
+        q_A = (logits_AD / temperature).softmax(-1).gather(1, index_A.clamp(min=0)[:, None])[:, 0]
+        reached_A = reached_A * q_A * (index_A >= 0)
+        means.append(reached_A.mean())
+    return torch.stack(means)
+
+
+class Slices(ABC):
+    """Work on what was verified, in slices between two messages."""
+
+    _slices: Iterator[None]
+
+    def __init__(self, reservoir: Reservoir) -> None:
+        self.reservoir = reservoir
+        self._gaps_s: deque[float] = deque(maxlen=32)  # from a reply to the next message
+        self._slices_s: deque[float] = deque(maxlen=32)
+        self._replied_s = time.monotonic()
+
+    def began(self) -> None:
+        """Note that a message has come."""
+        self._gaps_s.append(time.monotonic() - self._replied_s)
+
+    def saw(self, message: DraftRequest) -> None:
+        """Note that a message was replied to."""
+        self._replied_s = time.monotonic()
+
+    @property
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Return whether there is a slice to run."""
+
+    @property
+    def wait_s(self) -> float:
+        """Return how long to wait for a message before the next slice: not at all if one probably fits before it."""
+        idle_s = time.monotonic() - self._replied_s
+        fits = idle_s + max(self._slices_s, default=0.0) < min(self._gaps_s, default=0.0)
+        return 0.0 if fits or idle_s >= QUIET_S else QUIET_S - idle_s
+
+    def work(self) -> None:
+        """Run one slice."""
+        began = time.monotonic()
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            next(self._slices)
+        self._slices_s.append(time.monotonic() - began)
+
+
+class Learner(Slices):
     """One drafter's. embed: the embeddings [N, H] of target tokens; target_ids: those of the draft vocabulary [D].
 
     heads: the folder of the learnt heads. folder: that of the serving head. Raises ValueError, OSError as
@@ -131,22 +192,18 @@ class Learner:
         self, spec: Eagle3Spec, folder: str, heads: str, embed: Callable[[Tensor], Tensor], target_ids: Tensor
     ) -> None:
         self._spec, self._heads, self._embed, self._target_ids = spec, Path(heads), embed, target_ids
-        self._index_V = torch.full((spec.layers.vocab_size,), -1).index_put(
-            (target_ids,), torch.arange(len(target_ids))
-        )
+        super().__init__(Reservoir(CANARY_WINDOWS))
+        self._index_V = index_of(target_ids, spec.layers.vocab_size)
         self._serving, self._candidate = Network(spec).requires_grad_(False), Network(spec)
         self._thread = ThreadPoolExecutor(1, "learner")
         self._saving: Future[str] | None = None
         self._offered_s = -math.inf  # when a head was offered whose swap has not ended
-        self._gaps_s: deque[float] = deque(maxlen=32)  # from a reply to the next message
-        self._slices_s: deque[float] = deque(maxlen=32)
-        self._replied_s = time.monotonic()
         self.rebase(folder)
 
     def rebase(self, folder: str) -> None:
         """Go on from the head of this folder, which drafts now. Raises ValueError, OSError."""
         self._folder, self._offered_s, self._saving = Path(folder), -math.inf, None
-        tensors = _trained_tensors(self._spec, load_file(self._folder / WEIGHTS))
+        tensors = trained_tensors(self._spec, load_file(self._folder / WEIGHTS))
         is_own = all(torch.equal(tensors[name], value) for name, value in self._candidate.state_dict().items())
         self._serving.load_state_dict(tensors)
         if not is_own:  # of another fusion, perhaps, whose features mean something else
@@ -163,13 +220,9 @@ class Learner:
 
     # ---- what the drafter calls
 
-    def began(self) -> None:
-        """Note that a message has come."""
-        self._gaps_s.append(time.monotonic() - self._replied_s)
-
     def saw(self, message: DraftRequest) -> None:
         """Keep the rows of a message that was replied to."""
-        self._replied_s = time.monotonic()
+        super().saw(message)
         self.reservoir.add(message)
 
     @property
@@ -177,20 +230,6 @@ class Learner:
         """Return whether there is enough to learn from."""
         waits_for_swap = time.monotonic() - self._offered_s < 60.0
         return len(self.reservoir.learnt) >= FEWEST_WINDOWS and self._saving is None and not waits_for_swap
-
-    @property
-    def wait_s(self) -> float:
-        """Return how long to wait for a message before the next slice: not at all if one probably fits before it."""
-        idle_s = time.monotonic() - self._replied_s
-        fits = idle_s + max(self._slices_s, default=0.0) < min(self._gaps_s, default=0.0)
-        return 0.0 if fits or idle_s >= QUIET_S else QUIET_S - idle_s
-
-    def work(self) -> None:
-        """Run one slice."""
-        began = time.monotonic()
-        with torch.inference_mode(mode=False), torch.enable_grad():
-            next(self._slices)
-        self._slices_s.append(time.monotonic() - began)
 
     def offer(self) -> str | None:
         """Return the folder of a better head, once."""
@@ -264,23 +303,19 @@ class Learner:
             yield
         return scores
 
-    @torch.no_grad()
     def _score(self, head: Network, window: Window) -> float:
         """Return the expected tokens of a chain from a position of the window."""
-        index_N, temperature = self._index_V[window.token_N], max(window.temperature, 1e-3)
-        reached, total = torch.tensor(1.0), torch.tensor(0.0)
-        for logits_AD, rows in head.draft(self._embed(window.token_N).float(), window):
-            index_A = index_N[rows.start : rows.stop]
-            q_A = (logits_AD / temperature).softmax(-1).gather(1, index_A.clamp(min=0)[:, None])[:, 0]
-            reached = reached * q_A * (index_A >= 0)
-            total = total + reached
-        return float(total.mean())
+        return float(reached(head, self._embed, self._index_V, window).sum())
 
 
 def gain(scores: list[tuple[float, float]]) -> tuple[float, float]:
     """Return by how much the second of each pair is larger on average, and the standard error of that."""
-    differences = [new - old for old, new in scores]
-    return statistics.fmean(differences), max(statistics.stdev(differences) / math.sqrt(len(differences)), 1e-9)
+    return spread([new - old for old, new in scores])
+
+
+def spread(values: list[float]) -> tuple[float, float]:
+    """Return the mean of some values, and its standard error."""
+    return statistics.fmean(values), max(statistics.stdev(values) / math.sqrt(len(values)), 1e-9)
 
 
 def write_head(heads: Path, base: Path, state: dict[str, Tensor], entry: dict[str, Any]) -> str:

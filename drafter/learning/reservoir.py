@@ -79,17 +79,17 @@ class _Open:
 class Reservoir:
     """Holds windows of requests that may be learnt from. It is never written to disk.
 
-    learnt: to learn from. held: never to learn from, by tenant. fresh: for the canary, at most the newest `max_fresh`;
-    it hands them to `learn` afterwards.
+    learnt: to learn from. held: never to learn from, by tenant. fresh: for the canary, at most the newest `max_fresh` of
+    a share of all windows; a learner learns from them afterwards.
     """
 
-    def __init__(self, max_fresh: int, seed: int = 0) -> None:
+    def __init__(self, max_fresh: int, seed: int = 0, fresh_share: float = 0.5) -> None:
         self.learnt: list[Window] = []
         self.fresh: list[Window] = []
         self.held: dict[int, list[Window]] = {}
         self._num_held: Counter[int] = Counter()  # ever offered, by tenant
         self.num_rows = 0  # ever kept
-        self._max_fresh, self._random = max_fresh, random.Random(seed)
+        self._max_fresh, self._fresh_share, self._random = max_fresh, fresh_share, random.Random(seed)
         self._open: dict[int, _Open] = {}
         self._num_messages = self._num_offered = 0
 
@@ -117,12 +117,12 @@ class Reservoir:
                     self._keep(own.window())
                     own.keep_context()
         if self._num_messages % _QUIET_MESSAGES == 0:
-            self._sweep()
+            self.sweep(_QUIET_MESSAGES)
 
-    def _sweep(self) -> None:
-        """Close the windows of requests that have ended, and forget what is old."""
+    def sweep(self, quiet_messages: int) -> None:
+        """Close the windows of requests without rows in so many messages, and forget what is old."""
         for id, own in list(self._open.items()):
-            if own.seen <= self._num_messages - _QUIET_MESSAGES:
+            if own.seen <= self._num_messages - quiet_messages:
                 self._keep(self._open.pop(id).window())
         oldest = time.monotonic() - MAX_AGE_S
         self.learnt = [window for window in self.learnt if window.born_s >= oldest]
@@ -135,9 +135,9 @@ class Reservoir:
             return
         self.num_rows += len(window.token_N) - window.begin
         place = self._random.random()
-        if place < 0.5:
+        if place < self._fresh_share:
             self.fresh = [*self.fresh[-self._max_fresh + 1 :], window]
-        elif place > 0.75 or not self._hold(window):
+        elif place > (1 + self._fresh_share) / 2 or not self._hold(window):
             self.learn(window)
 
     def _hold(self, window: Window) -> bool:

@@ -272,19 +272,23 @@ class DrafterLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapHead:
-    """Let the drafter go on with another head of the same method and shape."""
+    """Let the drafter go on with another head of the same method and shape, or score it."""
 
     id: int  # of the front's requests
     path: str  # the head's folder
+    action: int = 0  # HeadAction
+    num_steps: int = 0  # to score it in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSwapped:
-    """The end of a swap, told to all fronts: from here on trees are those of the new head, unless there is an error."""
+    """The end of a SwapHead, told to all fronts: from here on a head that was to be taken drafts, unless it failed."""
 
     id: int
     path: str
+    action: int = 0  # HeadAction
     error: str | None = None
+    scores: str = ""  # JSON, see `Canary.told`; "" = no head is being scored
     old_path: str = ""
     num_old_trees: int = 0  # of the old head, as in `EngineStats`
     num_old_accepted_tokens: int = 0
