@@ -79,8 +79,8 @@ class _Open:
 class Reservoir:
     """Holds windows of requests that may be learnt from. It is never written to disk.
 
-    learnt: to learn from. held: never to learn from, by tenant. fresh: for the canary, at most the newest `max_fresh` of
-    a share of all windows; a learner learns from them afterwards.
+    learnt: to learn from. held: never to learn from, by tenant. fresh: for the canary, at most the newest `max_fresh`
+    of a share of all windows; a learner learns from them afterwards.
     """
 
     def __init__(self, max_fresh: int, seed: int = 0, fresh_share: float = 0.5) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
@@ -19,10 +19,12 @@ from safetensors.torch import load_file, save_file
 from cluster.engine import process_host
 from cluster.engine.engine_client import EngineClient
 from cluster.engine.local_engine import LocalEngine
+from cluster.head_check import checked_head
 from cluster.local_service import local_service
 from drafter.learning.learner import learnt_heads
 from secateur.cli import main
 from secateur.config import EngineArgs
+from secateur.errors import ConfigError
 from tests.support.engines import BUNDLED, DYNAMIC, bundled, prompts
 from workers.comm.ipc import Speculation, Submit
 from workers.config import EngineConfig
@@ -249,3 +251,65 @@ def test_the_command_swaps_and_rolls_back(
     assert f"before: {other}" in capsys.readouterr().out
     assert main(["drafter", "swap", str(BUNDLED / "draft"), "--url", url]) == 1
     assert "is not an EAGLE-3 head" in capsys.readouterr().err
+
+
+def canary(url: str, *words: str) -> int:
+    return main(["drafter", "canary", *words, "--url", url])
+
+
+def test_a_candidate_is_scored_on_live_requests_and_drafts_nothing(
+    url: str, other: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of the serving head makes no difference, one with noised weights is worse, and no token changes."""
+    monkeypatch.setenv("SECATEUR_ADMIN_API_KEY", "boss")
+    user, admin = {"Authorization": "Bearer user"}, {"Authorization": "Bearer boss"}
+
+    def texts() -> list[str]:
+        told = []
+        for text in ("def f(x):\n", "import os\n", "class A:\n"):
+            body: dict[str, Any] = {"prompt": text, "max_tokens": 150, "temperature": 0, "ignore_eos": True}
+            body["speculative"] = {"tree_prune": "off"}  # so that every step drafts
+            answered = httpx2.post(f"{url}/v1/completions", json=body, headers=user, timeout=60).json()
+            told.append(answered["choices"][0]["text"])
+        return told
+
+    def scored(until: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        for _ in range(60):
+            assert texts() == plain
+            told: dict[str, Any] = httpx2.get(f"{url}/admin/drafter", headers=admin).json()
+            if until(told):
+                return told
+        raise AssertionError(told)
+
+    plain, heads = texts(), len(httpx2.get(f"{url}/server_info", headers=user).json()["draft_heads"])
+    assert canary(url) == 1 and "no head is being scored" in capsys.readouterr().err
+    for folder, verdict in ((SERVING, "no difference"), (other, "worse")):
+        assert canary(url, str(folder), "--steps", "100000") == 0
+        assert "drafts nothing; 100000 steps to go" in capsys.readouterr().out
+        told = scored(lambda told: told["verdict"] != "too few tokens")
+        assert (told["model"], told["verdict"]) == (str(folder), verdict) and told["num_tokens"] > 300
+        assert 0 < told["steps_left"] < 100000 and 0 < told["serving"]["acceptance"][0] < 1
+        assert canary(url) == 0 and f"tokens: {verdict}" in capsys.readouterr().out
+    assert canary(url, "--stop") == 0 and "tokens: worse" in capsys.readouterr().out
+    assert canary(url) == 1 and "no head is being scored" in capsys.readouterr().err
+    assert canary(url, str(other), "--steps", "5") == 0
+    assert scored(lambda told: told["steps_left"] == 0)["model"] == str(other)
+    assert len(httpx2.get(f"{url}/server_info", headers=user).json()["draft_heads"]) == heads, "none was taken over"
+    assert swap(url, {"model": str(other)}).status_code == 200
+    assert canary(url) == 1, "scores against another head than the one that drafts are gone"
+    assert swap(url, {"model": None}).status_code == 200 and texts() == plain
+
+
+def test_a_candidate_that_cannot_be_scored_is_refused_by_name(url: str) -> None:
+    refused = swap(url, {"model": str(BUNDLED / "draft"), "canary_steps": 10})
+    assert refused.status_code == 400 and "is not an EAGLE-3 head" in refused.json()["error"]["message"]
+    assert canary(url, str(SERVING), "--stop") == 2
+    serving = engine(1).draft
+    assert serving is not None
+    for config, told in (
+        (replace(engine(1), draft=replace(serving, learning_path="/heads")), "leave canary_steps out"),
+        (replace(engine(1), device="cuda"), "canary_steps is implemented on CPUs"),
+        (engine(2), "write draft_tensor_parallel_size 1"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            checked_head(config, str(SERVING), str(SERVING))

@@ -161,6 +161,7 @@ def test_routes_without_a_body_declare_their_errors(own: Callable[..., FakeServi
             ("/ping", "get"): {503},
             ("/ping", "post"): {503},
             ("/admin/drafter", "post"): {400, 401, 404, 503},
+            ("/admin/drafter", "get"): {401, 404, 503},
             ("/load", "get"): set(),
             ("/metrics", "get"): set(),
             ("/version", "get"): set(),
