@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -105,7 +105,8 @@ class Canary(Slices):
 
     def told(self) -> str:
         """Return the scores as JSON: for each depth, the expected share of chains that are accepted up to it."""
-        own = {"model": self._model, "steps_left": self.steps_left, "num_tokens": self._num_tokens}
+        own: dict[str, Any] = {"model": self._model, "steps_left": self.steps_left, "num_tokens": self._num_tokens}
+        own["windows_left"] = len(self.reservoir.fresh)
         if len(self._scores) < 2:
             return json.dumps(own | {"verdict": TOO_FEW})
         for name, scores in zip(("serving", "candidate"), zip(*self._scores, strict=True), strict=True):

@@ -79,7 +79,8 @@ def canary(
     if as_json:
         typer.echo(json.dumps(answer))
         return
-    typer.echo(f"replica {answer['replica']}: {answer['model']} drafts nothing; {answer['steps_left']} steps to go")
+    left = f"{answer['steps_left']} steps to go, {answer['windows_left']} windows to score"
+    typer.echo(f"replica {answer['replica']}: {answer['model']} drafts nothing; {left}")
     typer.echo(f"scored on {answer['num_tokens']} tokens: {answer['verdict']}")
     if "gain" not in answer:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from tests.support.engines import BUNDLED, DYNAMIC, bundled, prompts
 from workers.comm.ipc import Speculation, Submit
 from workers.config import EngineConfig
 from workers.sampling.grammar import grammar_text
-from workers.settings import Constraints, SamplingSettings
+from workers.settings import Constraints, HeadAction, SamplingSettings
 
 pytestmark = pytest.mark.slow
 
@@ -253,14 +254,46 @@ def test_the_command_swaps_and_rolls_back(
     assert "is not an EAGLE-3 head" in capsys.readouterr().err
 
 
+def test_a_drafter_that_dies_forgets_the_head_that_it_scored(other: Path) -> None:
+    asked = submits()[:4]
+
+    async def run() -> None:
+        local = LocalEngine(engine(1))
+        async with local as client:
+            plain = [await answer(client, own) for own in asked]
+            assert (await client.swap_head(str(other), HeadAction.SCORE, 1000)).error is None
+            assert [await answer(client, own) for own in asked] == plain
+            told = json.loads((await client.swap_head("", HeadAction.TELL)).scores)
+            assert told["model"] == str(other) and told["steps_left"] < 1000 and not client.swaps
+            os.kill(local.pids[-1], signal.SIGKILL)
+            while client.drafter_lost is None:
+                await asyncio.sleep(0.1)
+            while client.drafter_lost is not None:
+                await asyncio.sleep(0.1)
+            assert [await answer(client, own) for own in asked] == plain
+            ended = await client.swap_head("", HeadAction.TELL)
+            assert (ended.error, ended.scores) == (None, "")
+
+    asyncio.run(run())
+
+
 def canary(url: str, *words: str) -> int:
     return main(["drafter", "canary", *words, "--url", url])
 
 
 def test_a_candidate_is_scored_on_live_requests_and_drafts_nothing(
-    url: str, other: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    url: str, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy of the serving head makes no difference, one with noised weights is worse, and no token changes."""
+    """A copy of the serving head makes no difference, one with a noised fusion is worse, and no token changes.
+
+    The fusion is the verifier's part, so the scores are of the candidate's own features.
+    """
+    noised = copytree(SERVING, tmp_path / "noised")
+    [file] = noised.glob("*.safetensors")
+    weights = load_file(file)
+    fc_HX = weights["fc.weight"]
+    noise = torch.randn(fc_HX.shape, generator=torch.Generator().manual_seed(1))
+    save_file(weights | {"fc.weight": (fc_HX + fc_HX.float().std() * noise).to(fc_HX.dtype)}, file)
     monkeypatch.setenv("SECATEUR_ADMIN_API_KEY", "boss")
     user, admin = {"Authorization": "Bearer user"}, {"Authorization": "Bearer boss"}
 
@@ -283,7 +316,7 @@ def test_a_candidate_is_scored_on_live_requests_and_drafts_nothing(
 
     plain, heads = texts(), len(httpx2.get(f"{url}/server_info", headers=user).json()["draft_heads"])
     assert canary(url) == 1 and "no head is being scored" in capsys.readouterr().err
-    for folder, verdict in ((SERVING, "no difference"), (other, "worse")):
+    for folder, verdict in ((SERVING, "no difference"), (noised, "worse")):
         assert canary(url, str(folder), "--steps", "100000") == 0
         assert "drafts nothing; 100000 steps to go" in capsys.readouterr().out
         told = scored(lambda told: told["verdict"] != "too few tokens")

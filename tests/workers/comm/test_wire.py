@@ -134,6 +134,7 @@ def draft_request(
         costs=None if seed % 2 else draft_costs(rng, seed % 4),
         features_MH=None if width is None else reals(rng, rows, width).to(dtype),
         traced_B=ints(rng, num) if seed % 3 else None,
+        candidate_MH=reals(rng, rows, width) if width is not None and seed % 4 else None,
     )
 
 
