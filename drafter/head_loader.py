@@ -45,10 +45,10 @@ class HeadLoader:
     def answer(self, message: NewHead) -> HeadState:
         """Begin to load the head, or take it over if every rank has it; or tell how the one being scored does."""
         if message.action in (HeadAction.TELL, HeadAction.END):
-            told = None if self.canary is None else as_bytes(self.canary.told())
+            state = self._state(HeadProgress.TAKEN)
             if message.action == HeadAction.END:
                 self.canary = None
-            return HeadState(progress=HeadProgress.TAKEN, reason_U=as_bytes(""), scores_U=told)
+            return state
         if self._loading is None:
             self._loading = self._thread.submit(self._loaded, as_text(message.path_U), message.num_steps)
         progress, reason = HeadProgress.LOADING, ""
@@ -67,8 +67,11 @@ class HeadLoader:
             done = "drafts from now on" if self.canary is None else "is scored from now on"
             logger.info("%s: %s: %s", self._world.role, as_text(message.path_U), reason or done)
             self._loading = None
+        return self._state(agreed, reason)
+
+    def _state(self, progress: HeadProgress, reason: str = "") -> HeadState:
         told = None if self.canary is None else as_bytes(self.canary.told())
-        return HeadState(progress=agreed, reason_U=as_bytes(reason), scores_U=told)
+        return HeadState(progress=progress, reason_U=as_bytes(reason), scores_U=told)
 
     def _loaded(self, path: str, num_steps: int) -> DraftHead | Canary:
         if not num_steps:

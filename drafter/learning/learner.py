@@ -137,7 +137,7 @@ def reached(head: Network, embed: Callable[[Tensor], Tensor], index_V: Tensor, w
     for logits_AD, rows in head.draft(embed(window.token_N).float(), window):
         index_A = index_N[rows.start : rows.stop]
         q_A = (logits_AD / temperature).softmax(-1).gather(1, index_A.clamp(min=0)[:, None])[:, 0]
-        reached_A = reached_A * q_A * (index_A >= 0)
+        reached_A = reached_A * q_A.nan_to_num() * (index_A >= 0)  # what a broken head computes is never accepted
         means.append(reached_A.mean())
     return torch.stack(means)
 

@@ -111,9 +111,17 @@ def test_a_copy_makes_no_difference_and_a_corrupted_head_is_worse(
     assert worse["verdict"] == "worse" and worse["gain"] < -3 * worse["gain_standard_error"]
 
 
-def test_each_head_reads_its_own_features(
-    spec: Eagle3Spec, serving: Eagle3Head, corrupted: Path, likely: list[DraftRequest]
+def test_a_head_that_computes_no_numbers_is_worse(
+    spec: Eagle3Spec, serving: Eagle3Head, likely: list[DraftRequest]
 ) -> None:
+    own = canary(spec, serving, FOLDER)
+    assert own._heads is not None
+    own._heads[1].network.norm.weight.fill_(torch.nan)
+    told = run(own, likely)
+    assert told["verdict"] == "worse" and told["candidate"]["acceptance"] == [0.0] * len(told["serving"]["acceptance"])
+
+
+def test_each_head_reads_its_own_features(spec: Eagle3Spec, serving: Eagle3Head, likely: list[DraftRequest]) -> None:
     wrong = [replace(one, candidate_MH=-one.candidate_MH) for one in likely if one.candidate_MH is not None]
     right, told = (run(canary(spec, serving, FOLDER), given) for given in (likely, wrong))
     assert told["serving"] == right["serving"] and told["verdict"] == "worse"
