@@ -93,7 +93,8 @@ def test_the_scores_are_those_of_the_learner(
     other = ScoredHead.load(spec, str(corrupted), serving.embed).network
     for one in likely:
         learner.saw(one)
-    windows = [*learner.reservoir.learnt, *learner.reservoir.fresh]
+    held = [window for own in learner.reservoir.held.values() for window in own]
+    windows = [*learner.reservoir.learnt, *learner.reservoir.fresh, *held]
     assert len(windows) == NUM
     told = run(canary(spec, serving, corrupted), likely)
     for name, head in (("serving", learner._serving), ("candidate", other)):

@@ -116,7 +116,8 @@ def test_ten_swaps_in_mid_stream_change_no_token(other: Path, tp: int) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("tp", [1, 2])
 def test_heads_that_learn_and_a_drafter_that_dies_while_it_learns_change_no_token(
     other: Path, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
