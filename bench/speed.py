@@ -66,7 +66,7 @@ static contestant.
 
 WARM_TOKENS = 8
 FIRST_TOKENS = 4
-"""Of the answers to long prompts: requests of fewer tokens get no drafts."""
+"""Tokens of the answers to long prompts: requests of fewer tokens get no drafts."""
 WITH_SMALL_MODEL: tuple[ContestantName, ...] = ("assisted", "draft_model")
 """Contestants that draft with a small model of the target's family."""
 

@@ -37,7 +37,7 @@ class TreeLimits(TreeRules[float]):
 
 
 class HeadAction(IntEnum):
-    """What a drafter is to do with another head."""
+    """Names what a drafter does with another head."""
 
     TAKE = 0  # load it and draft with it
     SCORE = 1  # load it and score it beside the serving head; it drafts nothing

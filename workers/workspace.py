@@ -149,7 +149,7 @@ class PassShape:
     """Of a gated delta net, and the part of them that are values."""
     values: int = 0
     dequantizes: bool = False
-    """Whether weights are kept in few bits, and dequantized for many rows."""
+    """True if weights are kept in few bits, and dequantized for many rows."""
 
     @staticmethod
     def of(

@@ -194,7 +194,7 @@ POISON = {
     "one pattern": [(tokens(0)[:4] * 38)[n:] for n in range(20)],
     "a pattern of each request": [tokens(n)[:4] * 38 for n in range(20)],
 }
-"""What the target is made to say, by a grammar perhaps."""
+"""Texts that the target is made to say."""
 
 
 def recorded(asked: list[list[int]], length: int, *, tenant: int, is_answer: bool) -> list[DraftRequest]:

@@ -28,7 +28,7 @@ FEWEST_ROWS, FEWEST_PAIRS = 256, 1 << 22
 """Rows of a long chunk, and rows times keys: for less a pass gains less than its graph saves in launches."""
 
 TYPES = (torch.float16, torch.bfloat16)
-"""Of the queries that flash attention takes."""
+"""Types of the queries that flash attention takes."""
 
 
 def is_flash_width(head_dim: int) -> bool:
