@@ -56,7 +56,7 @@ _MARK, _LOWEST = 1e-3, -1e8
 """The value of every row in the marked channel, and the weight of added tokens there."""
 _WIDTH_STEP = 256
 _POSITIONS = 16_384
-"""The longest context of a pair with a wide vocabulary. Its base was trained for less: behind that answers mean little."""
+"""The longest context of a pair with a wide vocabulary: more than its base was trained for, whose text means little."""
 
 
 @dataclass(frozen=True, slots=True)
