@@ -434,6 +434,8 @@ def _run_engine(config: EngineConfig, pair: Pair, batch: int, recorded: Recorded
             drafter.send = lambda message, step: None  # type: ignore[union-attr, method-assign]
             drafter.receive = lambda: Received(Kind.DRAFT_REPLY, 0, next(replies))  # type: ignore[union-attr, method-assign]
         else:
+            for kept_messages in (drafter.requests, drafter.replies):  # type: ignore[union-attr]
+                kept_messages.clear()  # those of the start
             run, keep_states = target.run, target.states
 
             def kept(step: TargetStep, *more: Any, **options: Any) -> list[int]:
