@@ -41,7 +41,8 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 
 def test_outputs_come_in_order_and_equal_those_without_speculation(llm: LLM, plain: LLM) -> None:
     many = PROMPTS * 6  # more than run at once
-    outputs = llm.generate(many, GREEDY, use_tqdm=False)
+    always = SamplingParams(temperature=0, max_tokens=24, speculative={"tree_prune": "off"})
+    outputs = llm.generate(many, always, use_tqdm=False)
     assert [output.prompt for output in outputs] == many
     assert texts(outputs) == texts(plain.generate(many, GREEDY, use_tqdm=False))
     assert all(len(output.outputs[0].token_ids) == 24 for output in outputs)
