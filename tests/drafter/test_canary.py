@@ -17,24 +17,11 @@ from drafter.learning.learner import CANARY_WINDOWS, FEWEST_WINDOWS, WEIGHTS, Le
 from drafter.learning.reservoir import WINDOW
 from drafter.proposers.eagle3 import Eagle3Head
 from tests.drafter.test_learner import FOLDER, WIDTH, message
-from tests.support.engines import BUNDLED
-from workers.models.eagle3_format import read_eagle3_spec
-from workers.models.readers import read_spec
 from workers.models.specs import Eagle3Spec
 from workers.types import DraftRequest
 
 NUM = 20
 """Windows that are scored; fewer than may wait."""
-
-
-@pytest.fixture(scope="module")
-def spec() -> Eagle3Spec:
-    return read_eagle3_spec(str(FOLDER), read_spec(str(BUNDLED / "target")))
-
-
-@pytest.fixture(scope="module")
-def serving(spec: Eagle3Spec) -> Eagle3Head:
-    return Eagle3Head.load(spec, FOLDER, BUNDLED / "target")
 
 
 @pytest.fixture(scope="module")

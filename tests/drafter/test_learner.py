@@ -21,24 +21,12 @@ from drafter.learning.reservoir import CONTEXT, FEWEST, MAX_HELD, WINDOW, Reserv
 from drafter.proposers.eagle3 import Eagle3Head
 from tests.support.engines import BUNDLED
 from workers.config import TreeRules
-from workers.models.eagle3_format import read_eagle3_spec
-from workers.models.readers import read_spec
 from workers.models.specs import Eagle3Spec
 from workers.settings import SamplingSettings
 from workers.types import AttentionMetadata, DraftRequest, LearnRows, SamplingBatch
 
 WIDTH = 192
 FOLDER = BUNDLED / "eagle3"
-
-
-@pytest.fixture(scope="module")
-def spec() -> Eagle3Spec:
-    return read_eagle3_spec(str(FOLDER), read_spec(str(BUNDLED / "target")))
-
-
-@pytest.fixture(scope="module")
-def serving(spec: Eagle3Spec) -> Eagle3Head:
-    return Eagle3Head.load(spec, FOLDER, BUNDLED / "target")
 
 
 def message(rows: dict[int, tuple[int, list[int]]], *, num_prompt: int = 0, temperature: float = 0.0) -> DraftRequest:

@@ -69,6 +69,15 @@ def submits() -> list[Submit]:
     ]
 
 
+async def replace_drafter(client: EngineClient, local: LocalEngine) -> None:
+    """Kill the drafter, and wait for its successor."""
+    os.kill(local.pids[-1], signal.SIGKILL)
+    while client.drafter_lost is None:
+        await asyncio.sleep(0.1)
+    while client.drafter_lost is not None:
+        await asyncio.sleep(0.1)
+
+
 async def answer(client: EngineClient, submit: Submit) -> list[int]:
     chunks = [chunk async for chunk in client.submit(replace(submit, id=client.new_id()))]
     assert chunks[-1].finish_reason != "error", chunks[-1].error
@@ -182,11 +191,7 @@ def test_a_drafter_that_dies_while_it_loads_costs_the_swap_alone(other: Path) ->
                 await asyncio.sleep(0.1)
             assert (await client.swap_head(str(other))).error is None
             assert [await answer(client, own) for own in asked] == plain
-            os.kill(local.pids[-1], signal.SIGKILL)
-            while client.drafter_lost is None:
-                await asyncio.sleep(0.1)
-            while client.drafter_lost is not None:
-                await asyncio.sleep(0.1)
+            await replace_drafter(client, local)
             assert [await answer(client, own) for own in asked] == plain
 
     asyncio.run(run())
@@ -266,11 +271,7 @@ def test_a_drafter_that_dies_forgets_the_head_that_it_scored(other: Path) -> Non
             assert [await answer(client, own) for own in asked] == plain
             told = json.loads((await client.swap_head("", HeadAction.TELL)).scores)
             assert told["model"] == str(other) and told["steps_left"] < 1000 and not client.swaps
-            os.kill(local.pids[-1], signal.SIGKILL)
-            while client.drafter_lost is None:
-                await asyncio.sleep(0.1)
-            while client.drafter_lost is not None:
-                await asyncio.sleep(0.1)
+            await replace_drafter(client, local)
             assert [await answer(client, own) for own in asked] == plain
             ended = await client.swap_head("", HeadAction.TELL)
             assert (ended.error, ended.scores) == (None, "")
